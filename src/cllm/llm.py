@@ -137,7 +137,7 @@ class AsyncLLM(LoadedModel):
         if self._share is not None and self._share.account is not None:
             self._share.account.wake = engine.wake
         # The same list, so that observers may be added later.
-        parts.scheduler.observers = self.observers
+        parts.scheduler.requests.observers = self.observers
         parts.scheduler.kv.on_eviction = self.observers.evicted
         engine.on_rebuilt = lambda: self._on_rebuilt(parts.scheduler.kv)
         return engine

@@ -58,7 +58,7 @@ def test_the_same_bits(settings: dict[str, Any], alone: list[list[Any]]) -> None
         for _ in range(2):  # the second time with what the first one left in the cache
             assert [bits(answer) for answer in llm.generate(prompts, PARAMS, progress=False)] == alone
         assert_idle(llm)
-        assert (engine_of(llm).scheduler.preemptions > 0) == ("resources.kv_cache_max_memory_mb" in settings)
+        assert (engine_of(llm).scheduler.requests.preemptions > 0) == ("resources.kv_cache_max_memory_mb" in settings)
 
 
 def test_rounded_keys_look_at_sinks_and_others_alike() -> None:
@@ -97,7 +97,7 @@ def test_llama_cpp_goes_on_beyond_its_context(llama: LLM, alone: list[list[Any]]
     assert [(answer.finish_reason, len(answer.token_ids)) for answer in answers] == [("length", 180)] * 2
     scheduler = engine_of(llama).scheduler
     assert scheduler.kv.dropped_tokens > 2 * 32
-    assert scheduler.position_mismatches == 0 and engine_of(llama).rebuilds == 0
+    assert scheduler.faults.position_mismatches == 0 and engine_of(llama).rebuilds == 0
     assert_idle(llama)
     # Keys that llama.cpp rotates again and keys that stay as they are mean the same: what follows a prompt longer than
     # the context is as likely on both, up to rounding.

@@ -86,9 +86,9 @@ def test_answers_are_those_without_drafts(
     drafter = ScriptedDrafter(reference, kinds, seed=seed)
     drafted = Lone(layout, drafter, tokens=tokens)
     assert by_answer(drafted.run(*requests_of(asked))) == expected
-    counted = drafted.scheduler
+    counted = drafted.scheduler.requests
     assert counted.accepted_drafts <= counted.drafted_tokens == sum(count for _, count, _ in drafter.steps)
-    assert counted.generated_tokens == plain.scheduler.generated_tokens
+    assert counted.generated_tokens == plain.scheduler.requests.generated_tokens
 
     for number, (prompt, _) in enumerate(asked):
         said = [told[0] for told in expected[f"asked {number}", 0]]

@@ -31,7 +31,7 @@ from step_of import rows_of
 
 def last_steps(lone: Lone, request: Request, count: int) -> None:
     """Until the answer has so many tokens."""
-    lone.scheduler.add(request)
+    lone.scheduler.requests.add(request)
     while request.generated < count:
         lone.step()
 
@@ -50,10 +50,10 @@ def test_nobody_is_preempted_nor_anything_evicted_for_a_draft(kind: str) -> None
         return lone
 
     plain, drafted = run(None), run(oracle((kind,)))
-    assert drafted.scheduler.drafted_tokens > 0
+    assert drafted.scheduler.requests.drafted_tokens > 0
     for lone in (plain, drafted):
         usage = lone.scheduler.kv.usage()
-        assert lone.scheduler.preemptions == usage.evictions == usage.allocation_failures == 0
+        assert lone.scheduler.requests.preemptions == usage.evictions == usage.allocation_failures == 0
 
 
 @pytest.mark.parametrize("kind", ["right", "half", "wrong"])
@@ -61,9 +61,9 @@ def test_nobody_is_preempted_nor_anything_evicted_for_a_draft(kind: str) -> None
 def test_memory_between_steps_is_that_of_the_tokens(layout: str, kind: str) -> None:
     lone = Lone(layout, oracle((kind,)))
     request = make_request("some prompt", LONG)
-    lone.scheduler.add(request)
+    lone.scheduler.requests.add(request)
     (sequence,) = request.sequences
-    while lone.scheduler.has_work:
+    while lone.scheduler.requests.has_work:
         lone.step()
         if sequence.running and request.generated:
             assert sequence.num_computed == len(sequence.tokens) - 1
@@ -175,10 +175,10 @@ def test_a_step_that_leaves_rows_out_has_no_drafts(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("cllm.engine.planner.FEW_ROWS", 2)
     lone = Lone("paged", oracle(), running=3)
     request = make_request("abc", replace(LONG, n=3))
-    lone.scheduler.add(request)
-    while len(lone.scheduler.running) < 3 or lone.scheduler.generated_tokens < 6:
+    lone.scheduler.requests.add(request)
+    while len(lone.scheduler.requests.running) < 3 or lone.scheduler.requests.generated_tokens < 6:
         lone.step()
-    assert lone.scheduler.drafted_tokens > 0
+    assert lone.scheduler.requests.drafted_tokens > 0
     monkeypatch.setattr(lone.scheduler.budget, "rows_at_once", lambda rows, requests: 2)
     plan = lone.scheduler.schedule()
     assert plan.decode_rows == 2 and plan.drafted == 0
@@ -210,7 +210,7 @@ def test_the_drafter_hears_of_prompts_and_of_every_step() -> None:
     last_steps(lone, make_request("first", LONG), 3)
     assert told and not any(wait for _, wait in told)
     for letter in "xy":
-        lone.scheduler.add(make_request(letter * 60, LONG))
+        lone.scheduler.requests.add(make_request(letter * 60, LONG))
     lone.step()
     assert told[-1] == (1, True)  # one is admitted, the other has to wait
     assert len(drafter.steps) == lone.stepper.steps
@@ -222,7 +222,7 @@ def test_what_is_promised_of_a_step_under_way_is_what_lands() -> None:
     last_steps(lone, request, 2)
     plan = lone.scheduler.schedule()
     assert plan.drafted == 3
-    lone.scheduler.launch(plan)
+    lone.scheduler.planner.launch(plan)
     assert request.sequences[0].promised == 4
     assert plan.settle(0) and request.sequences[0].promised == request.sequences[0].submitted == 0
 
@@ -233,9 +233,9 @@ def test_what_is_promised_of_a_step_under_way_is_what_lands() -> None:
 def test_tokens_that_come_together_have_no_time_between_them() -> None:
     lone = Lone("paged", oracle(longest=4))
     request = make_request("prompt", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
-    lone.scheduler.add(request)
+    lone.scheduler.requests.add(request)
     arrivals: list[int] = []
-    while lone.scheduler.has_work:
+    while lone.scheduler.requests.has_work:
         arrivals.append(sum(output.token_id is not None for output in lone.step()))
     assert max(arrivals) > 1 and sum(arrivals) == 12
     expected = [gap for count in arrivals[1:] for gap in [1.0, *[0.0] * (count - 1)]]
@@ -263,7 +263,7 @@ def test_observers_hear_of_all_rows_and_the_budget_of_drafts_apart() -> None:
         def on_eviction(self, count: int, seconds: float) -> None: ...
 
     lone.scheduler.budget.observe = note  # type: ignore[method-assign]
-    lone.scheduler.observers.append(Observer())
+    lone.scheduler.requests.observers.append(Observer())
     lone.run(make_request("prompt", LONG))
     assert told == [(prompts, rows + drafted) for rows, drafted, prompts in drafter.steps]
     assert observed == [(prompts, rows, drafted) for rows, drafted, prompts in drafter.steps]
@@ -286,8 +286,8 @@ def test_a_drafter_that_fails_is_not_asked_again(call: str, caplog: pytest.LogCa
     lone = Lone("slots", drafter)
     request = make_request("prompt", LONG)
     with caplog.at_level(logging.ERROR, "cllm.engine"):
-        lone.scheduler.add(request)
-        while lone.scheduler.has_work:
+        lone.scheduler.requests.add(request)
+        while lone.scheduler.requests.has_work:
             lone.step()
     assert len(calls) == 1 and lone.scheduler.drafting is not None and not lone.scheduler.drafting.alive
     assert [record.message for record in caplog.records] == ["drafting failed; continuing without drafts"]
@@ -300,10 +300,10 @@ def test_a_backend_that_computes_ahead_takes_none() -> None:
     scheduler = make_scheduler(backend, drafting=Drafting(oracle(), backend.traits.most_drafts))
     stepper = Stepper(backend, scheduler, timer=lambda: 0.0)
     request = make_request("prompt", LONG)
-    scheduler.add(request)
-    while scheduler.has_work or stepper.under_way:
+    scheduler.requests.add(request)
+    while scheduler.requests.has_work or stepper.under_way:
         stepper.advance()
-    assert scheduler.drafted_tokens == 0
+    assert scheduler.requests.drafted_tokens == 0
     assert request.sequences[0].tokens.tolist()[request.sequences[0].n_prompt :] == reference(request)
 
 
@@ -337,14 +337,13 @@ async def test_a_stop_string_among_accepted_tokens_ends_the_answer_there() -> No
         try:
             assert llm._engine is not None
             scheduler = llm._engine.scheduler
-            scheduler.drafting = (
-                Drafting(oracle(longest=16), llm._engine.backend.traits.most_drafts) if drafts else None
-            )
+            most = llm._engine.backend.traits.most_drafts
+            scheduler.draft(Drafting(oracle(longest=16), most) if drafts else None)
             params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, stop=stop, logprobs=1)
             generation = llm.submit([104, 105, 33], params)
             deltas = [delta async for delta in generation]
             await asyncio.sleep(0.05)  # what comes after the end does not count
-            assert (scheduler.accepted_drafts > 0) == drafts
+            assert (scheduler.requests.accepted_drafts > 0) == drafts
             ids = [token for delta in deltas for token in delta.token_ids]
             logprobs = [each for delta in deltas for each in delta.logprobs or []]
             text = "".join(delta.text for delta in deltas)

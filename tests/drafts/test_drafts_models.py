@@ -72,7 +72,7 @@ def draft(llm: LLM, answers: Sequence[Completion], kinds: Sequence[str]) -> Scri
     engine = llm._llm._engine
     assert engine is not None
     drafter = ScriptedDrafter(expected, kinds, longest=9, vocabulary=49152)
-    scheduler_of(llm).drafting = Drafting(drafter, engine.backend.traits.most_drafts)
+    scheduler_of(llm).draft(Drafting(drafter, engine.backend.traits.most_drafts))
     return drafter
 
 
@@ -82,7 +82,7 @@ def places(answers: int) -> list[tuple[str, int]]:
 
 
 def without_drafts(llm: LLM, params: SamplingParams) -> list[Completion]:
-    scheduler_of(llm).drafting = None
+    scheduler_of(llm).draft(None)
     empty_cache(llm)
     return [answer for prompt in PROMPTS for answer in llm.generate(prompt, params)]
 
@@ -90,7 +90,7 @@ def without_drafts(llm: LLM, params: SamplingParams) -> list[Completion]:
 def counts(llm: LLM) -> tuple[int, int]:
     """Drafted tokens, and those that came true."""
     scheduler = scheduler_of(llm)
-    return scheduler.drafted_tokens, scheduler.accepted_drafts
+    return scheduler.requests.drafted_tokens, scheduler.requests.accepted_drafts
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_what_was_drafted_right_is_shared_with_others(native: LLM) -> None:
     empty_cache(native)
     draft(native, expected, ["right", "half"])
     native.generate(PROMPTS, params, progress=False)
-    scheduler_of(native).drafting = None
+    scheduler_of(native).draft(None)
     for prompt, answer in zip(PROMPTS, expected, strict=True):
         ids = [*native._llm.tokenizer.encode(prompt), *answer.token_ids[:18]]
         (rest,) = native.generate([ids], replace(params, max_tokens=10))
@@ -167,7 +167,7 @@ def test_llama_cpp_gives_the_same_tokens(llama: LLM, kinds: list[str]) -> None:
         assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
         for logprob, other in starmap(pairs_of, zip(answers, expected, strict=True)):
             assert logprob == pytest.approx(other, abs=0.05)
-    assert scheduler_of(llama).position_mismatches == 0
+    assert scheduler_of(llama).faults.position_mismatches == 0
     scheduler_of(llama).kv.check()
 
 
@@ -200,12 +200,12 @@ def test_what_is_looked_up_changes_no_answer(native: LLM, asked: str) -> None:
         alone = [answer for prompt in prompts for answer in native.generate(prompt, params)]
         return bits(alone) + bits(native.generate(prompts, params, progress=False))
 
-    scheduler.drafting = None
+    scheduler.draft(None)
     expected = ask()
-    before = scheduler.drafted_tokens, scheduler.accepted_drafts
-    scheduler.drafting = Drafting(Willing(), engine.backend.traits.most_drafts)
+    before = scheduler.requests.drafted_tokens, scheduler.requests.accepted_drafts
+    scheduler.draft(Drafting(Willing(), engine.backend.traits.most_drafts))
     assert ask() == expected
     assert ask() == expected  # now with recent answers to look up in
     assert scheduler.drafting.alive
-    drafted, accepted = scheduler.drafted_tokens - before[0], scheduler.accepted_drafts - before[1]
+    drafted, accepted = scheduler.requests.drafted_tokens - before[0], scheduler.requests.accepted_drafts - before[1]
     assert drafted > 0 and accepted > 0

@@ -44,10 +44,10 @@ def test_a_step_with_drafts_keeps_the_promise() -> None:
     plan = Plan()
     scheduler.schedule = noted  # type: ignore[method-assign]
     for letter in "abcdefghijklmnop":
-        scheduler.add(make_request(letter, LONG))
+        scheduler.requests.add(make_request(letter, LONG))
     begin_step = drafter.begin_step
     drafter.begin_step = lambda rows, wait: begin_step(rows, wait) if len(taken) > 8 else 0  # type: ignore[method-assign]
-    while scheduler.has_work:
+    while scheduler.requests.has_work:
         stepper.advance()
     full = [step for step in taken if step[0] == 16]
     assert any(drafted for _, drafted, _ in full)

@@ -20,6 +20,7 @@ from thorough import sampled
 
 LIMIT_S = 0.25
 WARM_UP = 120
+ANSWER = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 
 laws = st.builds(
     Law,
@@ -96,7 +97,7 @@ def test_the_engine_says_once_that_the_promise_cannot_be_kept(caplog: pytest.Log
 
     backend.collect = slow  # type: ignore[method-assign]
     engine = Engine(backend, scheduler, lambda outputs: None, clock=lambda: now[0])
-    scheduler.add(make_request("hello", SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)))
+    scheduler.requests.add(make_request("hello", ANSWER))
     while engine.turn():
         pass
     said = [record.getMessage() for record in caplog.records if "scheduler.max_gap_ms" in record.getMessage()]
@@ -121,7 +122,7 @@ def quiet_engine(collect_s: float) -> tuple[Engine, list[float]]:
 def test_a_pause_is_no_part_of_a_gap(caplog: pytest.LogCaptureFixture) -> None:
     engine, now = quiet_engine(0.01)
     for _ in range(3):
-        engine.scheduler.add(make_request("hello", SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)))
+        engine.scheduler.requests.add(make_request("hello", ANSWER))
         while engine.turn():
             pass
         now[0] += 3600.0
@@ -131,7 +132,7 @@ def test_a_pause_is_no_part_of_a_gap(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_new_context_is_no_part_of_a_gap() -> None:
     engine, now = quiet_engine(0.01)
-    engine.scheduler.add(make_request("hello", SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)))
+    engine.scheduler.requests.add(make_request("hello", ANSWER))
     for _ in range(5):
         engine.turn()
     schedule, rebuild = engine.scheduler.schedule, engine.backend.rebuild

@@ -201,7 +201,7 @@ def test_a_position_mismatch_is_healed_counted_and_invisible() -> None:
     engine.submit(request)
     collector.wait_end(request)
     assert collector.tokens[request.id, 0] == reference(request)
-    assert engine.scheduler.position_mismatches == 1
+    assert engine.scheduler.faults.position_mismatches == 1
     assert engine.rebuilds == 0
     engine.stop(0)
     assert_nothing_left(engine)
@@ -221,7 +221,7 @@ def test_repeated_mismatches_rebuild_the_context() -> None:
     engine.submit(request)
     collector.wait_end(request)
     assert collector.tokens[request.id, 0] == reference(request)
-    assert engine.scheduler.position_mismatches == 2 and engine.rebuilds == 1
+    assert engine.scheduler.faults.position_mismatches == 2 and engine.rebuilds == 1
     engine.stop(0)
     assert_nothing_left(engine)
 
@@ -233,7 +233,7 @@ def test_the_queue_is_bounded() -> None:
     engine.start()
     first = make_request("runs")
     engine.submit(first)
-    while engine.scheduler.dequeued < 1:
+    while engine.scheduler.requests.dequeued < 1:
         threading.Event().wait(0.001)
     waiting = [make_request(f"waits {n}") for n in range(3)]
     for request in waiting:
@@ -285,7 +285,7 @@ def test_stop_does_not_wait_longer_than_its_grace(layout: str) -> None:
     engine.start()
     request = make_request("never done" * 5)
     engine.submit(request)
-    while engine.scheduler.dequeued < 1:
+    while engine.scheduler.requests.dequeued < 1:
         threading.Event().wait(0.001)
     engine.stop(0.05)
     assert isinstance(collector.ends[request.id, 0].error, ShuttingDownError)
@@ -327,7 +327,7 @@ def test_a_cache_in_doubt_keeps_nothing_and_tells_its_end(monkeypatch: pytest.Mo
     def fail() -> None:
         raise BackendError("nothing is certain", fatal=True)
 
-    monkeypatch.setattr(engine.scheduler, "raise_if_distrusted", fail)
+    monkeypatch.setattr(engine.scheduler.doubt, "raise_if_any", fail)
     monkeypatch.setattr(engine.scheduler.kv, "drain", wound_up.append)
     engine.close_down()
     assert wound_up == [0.0]
@@ -349,7 +349,7 @@ def test_observers_hear_of_every_end(running: Running) -> None:
         def on_eviction(self, count: int, seconds: float) -> None: ...
 
     listener = Listener()
-    engine.scheduler.observers.append(listener)
+    engine.scheduler.requests.observers.append(listener)
     request = make_request("observe me", arrival=engine._clock())
     engine.submit(request)
     collector.wait_end(request)
@@ -389,7 +389,7 @@ def test_two_hundred_clients_that_come_go_and_cancel(running: Running) -> None:
             end = collector.wait_end(request, index)
             if end.reason is not FinishReason.CANCELLED:
                 assert collector.tokens[request.id, index] == reference(request, index)
-    assert sum(engine.scheduler.finished.values()) == 200
+    assert sum(engine.scheduler.requests.finished.values()) == 200
 
 
 def _write_stray_token(backend: FakeBackend, chunk: Chunk) -> None:
@@ -416,7 +416,7 @@ def test_a_slot_that_lost_its_content_before_a_step_is_healed() -> None:
     engine.submit(request)
     collector.wait_end(request)
     assert collector.tokens[request.id, 0] == reference(request)
-    assert engine.scheduler.position_mismatches == 1
+    assert engine.scheduler.faults.position_mismatches == 1
     engine.stop(0)
     assert_nothing_left(engine)
 
@@ -483,7 +483,7 @@ def test_an_abort_during_recovery_is_nobodys_failure(layout: str) -> None:
     backend.faults.before_step = fail
     requests = [make_request(letter * 40) for letter in "xy"]
     for request in requests:
-        engine._inbox.append(functools.partial(engine.scheduler.add, request))
+        engine._inbox.append(functools.partial(engine.scheduler.requests.add, request))
     engine.start()
     for request in requests:
         assert collector.wait_end(request).error is None
@@ -504,7 +504,7 @@ def test_a_context_that_cannot_be_rebuilt_ends_everything_and_the_engine() -> No
     backend.faults.fatal, backend.faults.steps_to_fail = True, 1
     running, waiting = make_request("runs"), make_request("waits")
     for request in (running, waiting):
-        engine._inbox.append(functools.partial(engine.scheduler.add, request))
+        engine._inbox.append(functools.partial(engine.scheduler.requests.add, request))
     engine.start()
     for request in (running, waiting):
         end = collector.wait_end(request)
@@ -523,9 +523,9 @@ def test_an_engine_that_fails_in_every_turn_stops_soon() -> None:
     def fail() -> None:
         raise RuntimeError("a bug in every turn")
 
-    engine.scheduler.expire = fail  # type: ignore[method-assign]
+    engine.scheduler.requests.expire = fail  # type: ignore[method-assign]
     request = make_request("never served")
-    engine._inbox.append(functools.partial(engine.scheduler.add, request))
+    engine._inbox.append(functools.partial(engine.scheduler.requests.add, request))
     engine.start()
     assert "a bug in every turn" in str(collector.wait_end(request).error)
     engine._thread.join(LIMIT_S)

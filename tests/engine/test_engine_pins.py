@@ -32,7 +32,7 @@ def run_all(engine: Any) -> None:
     for _ in range(5000):
         engine.turn()
         engine.scheduler.kv.check()
-        if not (engine.scheduler.has_work or engine._stepper.under_way):
+        if not (engine.scheduler.requests.has_work or engine._stepper.under_way):
             return
     raise AssertionError("it never ends")
 

@@ -41,7 +41,7 @@ def test_an_idle_engine_wakes_for_quiet_work_and_then_sleeps_for_good() -> None:
 
     engine._wake.wait = watched  # type: ignore[method-assign]
     for letter in "abcdefgh":
-        engine.scheduler.add(make_request(letter * 24))
+        engine.scheduler.requests.add(make_request(letter * 24))
     engine.start()
     try:
         assert asleep.wait(60), "it never sleeps without a timeout"
@@ -64,7 +64,7 @@ def test_between_steps_upkeep_has_its_share_of_the_last_one() -> None:
         return maintain(budget_s)
 
     kv.maintain = watched  # type: ignore[method-assign]
-    engine.scheduler.add(make_request("a prompt"))
+    engine.scheduler.requests.add(make_request("a prompt"))
     engine.turn()
     assert budgets == [0.25 * engine.snapshot.last_step_s] and budgets[0] > 0
 
@@ -84,7 +84,7 @@ def test_who_comes_while_the_cache_tidies_up_is_served_first() -> None:
     kv.maintain = endless  # type: ignore[method-assign]
     engine.turn()
     assert slices == [IDLE_SLICE_S] * 3
-    while engine.scheduler.has_work or engine._inbox:
+    while engine.scheduler.requests.has_work or engine._inbox:
         engine.turn()
         engine.scheduler.kv.maintain = lambda budget_s: False  # type: ignore[method-assign]
     assert collector.tokens[request.id, 0] == reference(request)

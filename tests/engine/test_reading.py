@@ -124,8 +124,8 @@ def test_who_is_preempted_while_its_prompt_is_read_reads_on(kind: str) -> None:
     for number in range(400):
         engine.turn()
         if number == 2 and read.sequences[0].running:
-            engine.scheduler._preempt(read.sequences[0])
-        if not engine.scheduler.has_work:
+            engine.scheduler.requests.preempt(read.sequences[0])
+        if not engine.scheduler.requests.has_work:
             break
     assert read.preemptions > 0
     assert collector.reads[read.id] == read_alone(read.prompt, kind)

@@ -134,14 +134,14 @@ def test_whatever_happens(
         server.run(ask())
     elif warm == "prompt":
         server.run(make_request(letters, GREEDY))
-    generated_before = server.scheduler.generated_tokens
+    generated_before = server.scheduler.requests.generated_tokens
     request = ask(generated=generated)
     outputs = server.run(beside, request)
     assert told(outputs, request) == [answer[cut:] for answer, cut in zip(answers, cuts, strict=True)]
     assert [token for token, *_ in outputs[beside.id, 0]] == reference(beside)
     fresh = sum(map(len, answers)) - sum(cuts)
     record = server.records[request.id]
-    assert server.scheduler.generated_tokens - generated_before == fresh + 20
+    assert server.scheduler.requests.generated_tokens - generated_before == fresh + 20
     assert (record.prompt_tokens, record.generated_tokens) == (len(letters), fresh)
     assert record.cached_tokens <= len(letters)
     assert (record.ttft_s is None) == any(cuts)
@@ -222,7 +222,7 @@ def test_what_the_cache_has_of_the_answer_is_used() -> None:
     assert server.computed(make_request(PROMPT, params, generated=generated)) <= 10 + 4
     (cached,) = [r.cached_tokens for i, r in server.records.items() if i != first.id]
     assert cached == len(PROMPT)
-    assert server.scheduler.cached_tokens == cached
+    assert server.scheduler.requests.cached_tokens == cached
     elsewhere = Server("paged")
     assert elsewhere.computed(make_request(PROMPT, params, generated=generated)) == len(PROMPT) + 39
 
@@ -235,7 +235,7 @@ def test_answers_share_the_prompt(generated: list[int]) -> None:
     request = make_request(prompt, params, generated=cut_off(answers, generated))
     computed = server.computed(request)
     assert computed <= 120 + 3 * 12 + 2 * 4
-    assert (request.cached_tokens, server.scheduler.prompt_tokens) == (0, 120)
+    assert (request.cached_tokens, server.scheduler.requests.prompt_tokens) == (0, 120)
 
 
 def test_ended_answers_are_not_run_again() -> None:
@@ -251,10 +251,10 @@ def test_prompts_are_not_scored_again() -> None:
     for generated, reads in (([[]], 1), ([[97]], 0)):
         request = make_request(PROMPT, params, reading=PromptScoring(1), generated=generated)
         server = Server("paged")
-        server.scheduler.add(request)
-        while server.scheduler.has_work:
+        server.scheduler.requests.add(request)
+        while server.scheduler.requests.has_work:
             server.step()
-        assert sum(output.read is not None for output in server.scheduler.take_outputs()) == reads
+        assert sum(output.read is not None for output in server.scheduler.requests.take_outputs()) == reads
 
 
 def test_pins_are_made_even_if_the_first_answer_had_ended() -> None:
@@ -269,11 +269,11 @@ def test_progress_counts_the_prompt_and_what_is_new() -> None:
     params = SamplingParams(seed=SEED, n=2, max_tokens=30, ignore_eos=True)
     request = make_request("y" * 50, params, generated=[None, list(range(97, 117))])
     server = Server("paged", max_step_tokens=16)
-    server.scheduler.add(request)
+    server.scheduler.requests.add(request)
     seen = []
-    while server.scheduler.has_work:
+    while server.scheduler.requests.has_work:
         server.step()
-        if server.scheduler.requests:
+        if server.scheduler.requests.by_id:
             seen.append((request.computed, request.generated))
     assert seen[0] == (16, 0) and (50, 0) in seen and seen[-1] == (50, 9)
 
@@ -286,9 +286,9 @@ def test_an_answer_of_a_resumed_request_can_be_cancelled() -> None:
     answers = whole("paged", make_request(PROMPT, params))
     request = make_request(PROMPT, params, generated=cut_off(answers, [2, 10, 5]))
     server = Server("paged")
-    server.scheduler.add(request)
+    server.scheduler.requests.add(request)
     for index in (1, 2):  # the first of these had ended before
-        server.scheduler.finish(request, index, FinishReason.CANCELLED)
+        server.scheduler.requests.finish(request, index, FinishReason.CANCELLED)
     outputs = server.run()
     assert outputs[request.id, 0] == answers[0][2:]
     assert outputs[request.id, 2] == [(None, None, FinishReason.CANCELLED, None)]
@@ -303,7 +303,7 @@ def test_a_server_that_shuts_down_refuses_it_only_while_all_of_it_waits() -> Non
     engine._accepting = True
     engine.submit(started)
     engine.turn()
-    assert len(engine.scheduler.running) == 1 and len(engine.scheduler.waiting) == 1
+    assert len(engine.scheduler.requests.running) == 1 and len(engine.scheduler.requests.waiting) == 1
     engine.submit(waiting)
     engine.begin_stop(1e6)
     while not engine.should_stop:

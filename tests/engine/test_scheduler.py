@@ -15,7 +15,7 @@ from cllm.engine.queue import WaitingQueue
 from cllm.engine.request import FinishReason, Output, RequestState
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.stepper import Stepper
-from cllm.errors import BackendError, RequestTimeoutError
+from cllm.errors import BackendError, RequestTimeoutError, StepAbortedError
 from cllm.kv.ops import BlockGeometry, BlockOps
 from cllm.kv.paged.manager import PagedKVManager
 from engine_kit import CONTEXT, answer, make_request, make_scheduler, reference, run, step
@@ -27,7 +27,7 @@ def test_batched_equals_alone(layout: str) -> None:
     scheduler = make_scheduler(backend, layout)
     requests = [make_request(f"prompt number {n} " * (n + 1)) for n in range(6)]
     for request in requests:
-        scheduler.add(request)
+        scheduler.requests.add(request)
     outputs = run(scheduler, backend)
     for request in requests:
         assert answer(outputs, request) == reference(request)
@@ -38,10 +38,10 @@ def test_cached_equals_uncached_and_costs_less(layout: str) -> None:
     backend = FakeBackend()
     scheduler = make_scheduler(backend, layout)
     first, second = (make_request("a long shared prompt, the same both times") for _ in range(2))
-    scheduler.add(first)
+    scheduler.requests.add(first)
     first_outputs = run(scheduler, backend)
     spent = backend.computed_tokens
-    scheduler.add(second)
+    scheduler.requests.add(second)
     outputs = run(scheduler, backend)
     assert answer(outputs, second) == answer(first_outputs, first) == reference(second)
     assert backend.computed_tokens - spent < spent / 2
@@ -54,7 +54,7 @@ def test_a_shared_prompt_is_computed_once_even_when_all_come_together(layout: st
     shared = "s" * 120
     requests = [make_request(f"{shared} user {n}") for n in range(6)]
     for request in requests:
-        scheduler.add(request)
+        scheduler.requests.add(request)
     outputs = run(scheduler, backend)
     for request in requests:
         assert answer(outputs, request) == reference(request)
@@ -66,15 +66,15 @@ def test_who_asks_for_many_answers_does_not_make_others_wait() -> None:
     """A step of all 81 rows would take 0.81 s, eight times the longest gap."""
     backend = FakeBackend()
     scheduler = make_scheduler(backend, tokens=16_384, running=128)
-    scheduler.budget = StepBudget(inter_token_s=0.1, max_gap_s=0.1, prompt_only_s=0.5, max_tokens=32)
+    scheduler.planner.budget = StepBudget(inter_token_s=0.1, max_gap_s=0.1, prompt_only_s=0.5, max_tokens=32)
     many = make_request("many answers", SamplingParams(n=80, temperature=1.0, seed=3, max_tokens=30, ignore_eos=True))
     one = make_request("a single one", SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
-    scheduler.add(many)
+    scheduler.requests.add(many)
     for _ in range(4):
         step(scheduler, backend)
-    scheduler.add(one)
+    scheduler.requests.add(one)
     rows, steps_of_one, outputs = [], [], list[Output]()
-    while scheduler.has_work:
+    while scheduler.requests.has_work:
         outputs += (new := step(scheduler, backend))
         rows.append(sum(1 for output in new if output.token_id is not None))
         steps_of_one.append(any(output.request_id == one.id for output in new))
@@ -98,8 +98,8 @@ def test_nobody_waits_for_less_than_can_be_shared(shared: int, waits: bool) -> N
     budget = StepBudget(inter_token_s=0.1, max_gap_s=0.25, prompt_only_s=0.5, max_tokens=8)
     scheduler = Scheduler(PagedKVManager(backend.ops, geometry, bytes_per_token=8), budget, max_running=4)
     first, second = (make_request("s" * shared + name * 40) for name in "ab")
-    scheduler.add(first)
-    scheduler.add(second)
+    scheduler.requests.add(first)
+    scheduler.requests.add(second)
     scheduler.schedule()
     assert first.state is RequestState.PROCESSING
     assert (second.state is RequestState.PENDING) == waits
@@ -111,10 +111,10 @@ def test_decodes_come_first_and_prompts_are_cut(layout: str) -> None:
     backend = FakeBackend()
     scheduler = make_scheduler(backend, layout, max_step_tokens=16)
     talker = make_request("hi", SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
-    scheduler.add(talker)
+    scheduler.requests.add(talker)
     step(scheduler, backend)
     long = make_request("x" * 200)
-    scheduler.add(long)
+    scheduler.requests.add(long)
     plans: list[Plan] = []
     stepper = Stepper(backend, scheduler, timer=lambda: 0.0, on_computed=plans.append)
     for _ in range(5):
@@ -128,15 +128,15 @@ def test_a_short_prompt_passes_a_long_one(layout: str) -> None:
     backend = FakeBackend()
     scheduler = make_scheduler(backend, layout, max_step_tokens=16)
     long, short = make_request("l" * 220), make_request("short")
-    scheduler.add(long)
+    scheduler.requests.add(long)
     step(scheduler, backend)
-    scheduler.add(short)
+    scheduler.requests.add(short)
     step(scheduler, backend)
     assert short.first_token_at is not None and long.first_token_at is None
     others = [make_request(f"{n} is short too") for n in range(6)]
     before = long.sequences[0].num_computed
     for other in others:
-        scheduler.add(other)
+        scheduler.requests.add(other)
         step(scheduler, backend)
     assert long.sequences[0].num_computed > before
 
@@ -148,7 +148,7 @@ def test_priorities_and_ageing_order_the_queue() -> None:
     normal = make_request("normal", arrival=0.0)
     aged = make_request("aged", priority=1, arrival=-20.0)
     for request in (normal, urgent, aged):
-        scheduler.add(request)
+        scheduler.requests.add(request)
     ends = [o.request_id for o in run(scheduler, backend) if o.reason is not None]
     assert ends == [aged.id, urgent.id, normal.id]
 
@@ -159,9 +159,9 @@ def test_preemption_recomputes_and_nothing_changes() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     requests = [make_request(f"{n}{n}{n}{n}", params, max_context=64) for n in range(3)]
     for request in requests:
-        scheduler.add(request)
+        scheduler.requests.add(request)
     outputs = run(scheduler, backend)
-    assert scheduler.preemptions > 0
+    assert scheduler.requests.preemptions > 0
     for request in requests:
         assert answer(outputs, request) == reference(request)
 
@@ -171,7 +171,7 @@ def test_answers_to_one_prompt_share_it(layout: str) -> None:
     scheduler = make_scheduler(backend, layout, running=4)
     params = SamplingParams(n=6, temperature=1.0, seed=11, max_tokens=10)
     request = make_request("many answers to this one", params)
-    scheduler.add(request)
+    scheduler.requests.add(request)
     outputs = run(scheduler, backend)
     for index in range(6):
         assert answer(outputs, request, index) == reference(request, index)
@@ -187,7 +187,7 @@ def test_limits_end_an_answer(layout: str) -> None:
     first = reference(make_request("abc"))[0]
     by_stop_token = make_request("abc", SamplingParams(temperature=0.0, stop_token_ids=[first]))
     for request in (by_length, by_context, by_stop_token):
-        scheduler.add(request)
+        scheduler.requests.add(request)
     ends = {o.request_id: o for o in run(scheduler, backend) if o.reason is not None}
     assert ends[by_length.id].reason is FinishReason.LENGTH and by_length.generated == 5
     assert ends[by_context.id].reason is FinishReason.LENGTH and by_context.generated == CONTEXT - 250
@@ -200,17 +200,17 @@ def test_deadlines_end_queued_and_running_requests(layout: str) -> None:
     backend = FakeBackend()
     scheduler = make_scheduler(backend, layout, running=1, clock=lambda: now[0])
     running, queued = (make_request("zz", timeout_s=5.0) for _ in range(2))
-    scheduler.add(running)
+    scheduler.requests.add(running)
     step(scheduler, backend)
-    scheduler.add(queued)
-    scheduler.expire()
-    assert scheduler.take_outputs() == []
+    scheduler.requests.add(queued)
+    scheduler.requests.expire()
+    assert scheduler.requests.take_outputs() == []
     now[0] = 5.0
-    scheduler.expire()
-    ends = scheduler.take_outputs()
+    scheduler.requests.expire()
+    ends = scheduler.requests.take_outputs()
     assert {o.request_id for o in ends} == {running.id, queued.id}
     assert all(o.reason is FinishReason.TIMEOUT and isinstance(o.error, RequestTimeoutError) for o in ends)
-    assert not scheduler.has_work and scheduler.kv.usage().referenced == 0
+    assert not scheduler.requests.has_work and scheduler.kv.usage().referenced == 0
     assert running.state is RequestState.TIMEOUT
 
 
@@ -218,8 +218,8 @@ def test_a_cancelled_twin_leaves_the_others_alone(layout: str) -> None:
     backend = FakeBackend()
     scheduler = make_scheduler(backend, layout)
     request = make_request("one of three", SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=6))
-    scheduler.add(request)
-    scheduler.finish(request, 0, FinishReason.CANCELLED)
+    scheduler.requests.add(request)
+    scheduler.requests.finish(request, 0, FinishReason.CANCELLED)
     outputs = run(scheduler, backend)
     for index in (1, 2):
         assert answer(outputs, request, index) == reference(request, index)
@@ -229,8 +229,8 @@ def test_unusable_logits_fail_one_request_only(layout: str) -> None:
     backend = FakeBackend()
     scheduler = make_scheduler(backend, layout)
     good, bad = make_request("good"), make_request("bad")
-    scheduler.add(good)
-    scheduler.add(bad)
+    scheduler.requests.add(good)
+    scheduler.requests.add(bad)
     compute = backend.collect
 
     def spoiled(chunks: Sequence[Chunk]) -> StepResult:
@@ -252,16 +252,16 @@ def test_a_prompt_that_is_preempted_half_way_counts_once() -> None:
     scheduler = make_scheduler(backend, "paged", tokens=44, max_step_tokens=16)
     other = make_request("abc", SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True))
     long = make_request("l" * 40, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True), priority=1)
-    scheduler.add(long)
+    scheduler.requests.add(long)
     outputs = step(scheduler, backend)
-    scheduler.add(other)
+    scheduler.requests.add(other)
     while not long.preemptions:
         computed = long.sequences[0].num_computed
         outputs += step(scheduler, backend)
     assert 16 <= computed < 40, "it was not half way"
     outputs += run(scheduler, backend)
     assert answer(outputs, long) == reference(long)
-    assert scheduler.prompt_tokens == 43 and scheduler.cached_tokens == 0
+    assert scheduler.requests.prompt_tokens == 43 and scheduler.requests.cached_tokens == 0
     assert long.cached_tokens == 0 and {o.cached_tokens for o in outputs} == {0}
     usage = scheduler.kv.usage()
     assert (usage.query_tokens, usage.hit_tokens) == (43, 0)
@@ -271,10 +271,10 @@ def test_answers_that_queue_up_count_their_prompt_once(layout: str) -> None:
     backend = FakeBackend()
     scheduler = make_scheduler(backend, layout, running=2)
     request = make_request("many answers to this", SamplingParams(n=5, temperature=1.0, seed=1, max_tokens=4))
-    scheduler.add(request)
-    scheduler.finish(request, 0, FinishReason.CANCELLED)
+    scheduler.requests.add(request)
+    scheduler.requests.finish(request, 0, FinishReason.CANCELLED)
     run(scheduler, backend)
-    assert scheduler.prompt_tokens == 20 and scheduler.cached_tokens == 0
+    assert scheduler.requests.prompt_tokens == 20 and scheduler.requests.cached_tokens == 0
     usage = scheduler.kv.usage()
     assert (usage.query_tokens, usage.hit_tokens) == (20, 0)
 
@@ -284,7 +284,7 @@ def test_who_waits_for_room_counts_once_however_long() -> None:
     scheduler = make_scheduler(backend, "paged", tokens=64)
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     for letter in "ab":
-        scheduler.add(make_request(letter * 36, params, max_context=64))
+        scheduler.requests.add(make_request(letter * 36, params, max_context=64))
     run(scheduler, backend)
     assert scheduler.kv.usage().allocation_failures == 1
 
@@ -293,8 +293,8 @@ def test_what_can_never_fit_ends_with_its_size(layout: str) -> None:
     backend = FakeBackend()
     scheduler = make_scheduler(backend, "paged", tokens=32)
     impossible, possible = make_request("x" * 40, max_context=64), make_request("fits")
-    scheduler.add(impossible)
-    scheduler.add(possible)
+    scheduler.requests.add(impossible)
+    scheduler.requests.add(possible)
     outputs = run(scheduler, backend)
     (end,) = [o for o in outputs if o.request_id == impossible.id]
     assert isinstance(end.error, BackendError) and "no room in the KV cache for 40 tokens" in str(end.error)
@@ -308,7 +308,7 @@ def test_a_chooser_that_fails_ends_its_own_answer_only(layout: str) -> None:
     params = SamplingParams(temperature=1.0, seed=8, max_tokens=6)
     requests = [make_request(f"number {n}", params) for n in range(3)]
     for request in requests:
-        scheduler.add(request)
+        scheduler.requests.add(request)
     outputs = step(scheduler, backend)
 
     def fail(logits: object, mask: object) -> None:
@@ -346,12 +346,38 @@ def test_a_backend_that_computes_ahead_gives_the_same_answers_in_hardly_more_ste
         params = SamplingParams(temperature=0.9, seed=5, max_tokens=40, ignore_eos=True, logprobs=2)
         requests = [make_request(f"number {n}", params) for n in range(4)]
         for request in requests:
-            scheduler.add(request)
+            scheduler.requests.add(request)
         outputs: list[Output] = []
-        while scheduler.has_work or stepper.under_way:
+        while scheduler.requests.has_work or stepper.under_way:
             stepper.advance()
-            outputs += scheduler.take_outputs()
+            outputs += scheduler.requests.take_outputs()
         answers.append([answer(outputs, request) for request in requests])
         steps.append(stepper.steps)
     assert answers[0] == answers[1]
     assert steps[0] <= steps[1] <= steps[0] + 2
+
+
+@pytest.mark.parametrize("lost", range(6))
+def test_a_step_that_is_lost_after_it_was_submitted_changes_no_answer(lost: int) -> None:
+    """The backend may have gone on to the lost step's tokens: nothing may follow what only it knows."""
+    backend = PipelinedFake()
+    scheduler = make_scheduler(backend, "paged", running=8)
+    stepper = Stepper(backend, scheduler, timer=lambda: 0.0)
+    submit, calls = backend.submit, 0
+
+    def failing(chunks: Sequence[Chunk]) -> int:
+        nonlocal calls
+        calls += 1
+        ticket = submit(chunks)
+        if calls == lost + 1:
+            raise StepAbortedError("cancelled")
+        return ticket
+
+    backend.submit = failing  # type: ignore[method-assign]
+    request = make_request("a prompt", SamplingParams(temperature=0.0, max_tokens=6, n=2, ignore_eos=True))
+    scheduler.requests.add(request)
+    outputs: list[Output] = []
+    while scheduler.requests.has_work or stepper.under_way:
+        stepper.advance()
+        outputs += scheduler.requests.take_outputs()
+    assert calls > lost and answer(outputs, request) == reference(request)

@@ -54,11 +54,11 @@ def run(layout: str, *requests: Request, drafter: Any = None, tokens: int = 8192
     stepper = Stepper(backend, scheduler, timer=timer)
     outputs: list[Output] = []
     for request in requests:
-        scheduler.add(request)
-    while scheduler.has_work or stepper.under_way:
+        scheduler.requests.add(request)
+    while scheduler.requests.has_work or stepper.under_way:
         assert stepper.advance()
         scheduler.kv.check()
-        outputs += scheduler.take_outputs()
+        outputs += scheduler.requests.take_outputs()
     assert scheduler.kv.usage().referenced == 0
     return outputs
 
@@ -121,10 +121,10 @@ def test_forced_tokens_are_computed_as_one_chunk(layout: str) -> None:
     backend = PipelinedFake() if layout == "ahead" else FakeBackend()
     scheduler = make_scheduler(backend, "slots" if layout == "slots" else "paged")
     stepper = Stepper(backend, scheduler, timer=lambda: 0.0)
-    scheduler.add(request)
-    while scheduler.has_work or stepper.under_way:
+    scheduler.requests.add(request)
+    while scheduler.requests.has_work or stepper.under_way:
         stepper.advance()
-    answer = tokens_of(scheduler.take_outputs(), request)
+    answer = tokens_of(scheduler.requests.take_outputs(), request)
     assert answer == alone(request, RECORD) and len(answer) > 70
     assert stepper.steps <= 14  # a name of 5, a number of 2, and what stands between them
 
@@ -218,7 +218,7 @@ def test_answers_that_cannot_be_computed_ahead_share_their_steps() -> None:
     free_text = by_schema({"type": "string", "minLength": 30, "maxLength": 30})
     requests = [make_request(f"who {n}?", GREEDY, constraint=grammar(free_text).start()) for n in range(4)]
     for request in requests:
-        scheduler.add(request)
+        scheduler.requests.add(request)
         stepper.advance()
     del sizes[:]
     while all(request.unfinished for request in requests):
@@ -227,7 +227,7 @@ def test_answers_that_cannot_be_computed_ahead_share_their_steps() -> None:
     free = make_request("on and on", replace(GREEDY, max_tokens=40, ignore_eos=True))
     others = [make_request(f"more {n}", replace(GREEDY, max_tokens=40, ignore_eos=True)) for n in range(3)]
     for request in (free, *others, make_request("who?", GREEDY, constraint=grammar(free_text).start())):
-        scheduler.add(request)
+        scheduler.requests.add(request)
     ahead = 0
     while free.unfinished:
         stepper.advance()

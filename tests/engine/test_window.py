@@ -59,7 +59,7 @@ def test_alone_and_among_others(layout: str) -> None:
     windowed = [make_request(f"prompt number {n} " * (n + 1), LONG, window=window) for n in range(4)]
     others = [make_request(f"prompt number {n} " * (n + 1)) for n in range(4)]
     for request in (*windowed, *others):
-        scheduler.add(request)
+        scheduler.requests.add(request)
     outputs = run(scheduler, backend)
     for request in (*windowed, *others):
         assert answer(outputs, request) == windowed_reference(request, layout)
@@ -73,10 +73,10 @@ def test_a_prompt_longer_than_the_window_streams_through_it(layout: str, max_ste
     scheduler = make_scheduler(backend, layout, max_step_tokens=max_step_tokens)
     window = window_of(scheduler)
     request = make_request([97 + n * n % 23 for n in range(700)], LONG, window=window)
-    scheduler.add(request)
+    scheduler.requests.add(request)
     most = 0
     outputs: list[Output] = []
-    while scheduler.has_work:
+    while scheduler.requests.has_work:
         outputs += step(scheduler, backend)
         scheduler.kv.check()
         usage = scheduler.kv.usage()
@@ -91,9 +91,9 @@ def test_memory_is_constant(layout: str) -> None:
     scheduler = make_scheduler(backend, layout, tokens=256)
     window = window_of(scheduler)
     request = make_request("once upon a time", SamplingParams(max_tokens=1500, ignore_eos=True, seed=1), window=window)
-    scheduler.add(request)
+    scheduler.requests.add(request)
     held = []
-    while scheduler.has_work:
+    while scheduler.requests.has_work:
         step(scheduler, backend)
         if request.sequences[0].num_computed > window.capacity:
             usage = scheduler.kv.usage()
@@ -109,9 +109,9 @@ def test_preempted_and_recomputed() -> None:
     window = window_of(scheduler)
     requests = [make_request(f"{n} and so on", LONG, window=window) for n in range(6)]
     for request in requests:
-        scheduler.add(request)
+        scheduler.requests.add(request)
     outputs = run(scheduler, backend, limit=20_000)
-    assert scheduler.preemptions > 0
+    assert scheduler.requests.preemptions > 0
     for request in requests:
         assert answer(outputs, request) == windowed_reference(request, "paged")
 
@@ -124,13 +124,13 @@ def test_memory_of_one_window_is_enough() -> None:
     assert window.capacity == 56
     prompt = list(b"the same beginning for all of them")
     for tail in (b" one", b" two"):
-        scheduler.add(make_request([*prompt[:16], *tail]))
+        scheduler.requests.add(make_request([*prompt[:16], *tail]))
     run(scheduler, backend)
     request = make_request(prompt, LONG, window=window)
-    scheduler.add(request)
+    scheduler.requests.add(request)
     outputs = run(scheduler, backend)
     assert answer(outputs, request) == windowed_reference(request, "paged")
-    assert scheduler.preemptions == 0
+    assert scheduler.requests.preemptions == 0
 
 
 def test_what_was_computed_before_the_first_drop_is_found_by_others(layout: str) -> None:
@@ -142,7 +142,7 @@ def test_what_was_computed_before_the_first_drop_is_found_by_others(layout: str)
     plain = make_request(prompt)
     outputs = []
     for request in (first, second, plain):
-        scheduler.add(request)
+        scheduler.requests.add(request)
         outputs += run(scheduler, backend)
         assert answer(outputs, request) == windowed_reference(request, layout)
     # A slot holds one sequence: when tokens were dropped from it, only its beginning is left to share.
@@ -159,7 +159,7 @@ def test_a_cached_prefix_is_used_and_stays_as_it_is(layout: str) -> None:
     windowed = make_request([*prompt, 100, 101], LONG, window=window_of(scheduler, recent=60))
     outputs = []
     for request in (plain, windowed, again):
-        scheduler.add(request)
+        scheduler.requests.add(request)
         outputs += run(scheduler, backend)
     assert windowed.cached_tokens == 60
     assert again.cached_tokens >= 60
@@ -174,7 +174,7 @@ def test_several_answers(layout: str, prompt_tokens: int) -> None:
     scheduler = make_scheduler(backend, layout)
     params = SamplingParams(n=4, temperature=1.0, seed=5, max_tokens=90, ignore_eos=True)
     request = make_request([97 + n % 7 for n in range(prompt_tokens)], params, window=window_of(scheduler))
-    scheduler.add(request)
+    scheduler.requests.add(request)
     outputs = run(scheduler, backend)
     for index in range(4):
         assert answer(outputs, request, index) == windowed_reference(request, layout, index)
@@ -186,10 +186,10 @@ def test_nobody_waits_for_a_prompt_that_streams_through_a_window() -> None:
     window = window_of(scheduler)
     prompt = [97 + n * n % 23 for n in range(150)]
     first, second = (make_request(prompt, LONG, window=window) for _ in range(2))
-    scheduler.add(first)
+    scheduler.requests.add(first)
     while first.sequences[0].num_computed <= window.capacity:
         step(scheduler, backend)
-    scheduler.add(second)
+    scheduler.requests.add(second)
     step(scheduler, backend)
     assert first.sequences[0].remaining > 1 and second.sequences[0].running
     outputs = run(scheduler, backend)
@@ -200,7 +200,7 @@ def test_without_a_window_the_context_is_the_end(layout: str) -> None:
     backend = FakeBackend()
     scheduler = make_scheduler(backend, layout)
     request = make_request("a" * 60, SamplingParams(max_tokens=500, ignore_eos=True), max_context=100)
-    scheduler.add(request)
+    scheduler.requests.add(request)
     outputs = run(scheduler, backend)
     assert outputs[-1].reason is FinishReason.LENGTH and len(answer(outputs, request)) == 40
 

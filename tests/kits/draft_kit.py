@@ -98,8 +98,8 @@ class Lone:
 
     def run(self, *requests: Request) -> list[Output]:
         for request in requests:
-            self.scheduler.add(request)
-        while self.scheduler.has_work:
+            self.scheduler.requests.add(request)
+        while self.scheduler.requests.has_work:
             self.step()
         assert self.scheduler.drafting is None or self.scheduler.drafting.alive
         return self.outputs
@@ -108,9 +108,9 @@ class Lone:
         self.now += 1.0
         assert self.stepper.advance()
         self.scheduler.kv.check()
-        for sequence in self.scheduler.running:
+        for sequence in self.scheduler.requests.running:
             assert sequence.num_computed <= len(sequence.tokens)
-        taken = self.scheduler.take_outputs()
+        taken = self.scheduler.requests.take_outputs()
         self.outputs += taken
         return taken
 

@@ -204,7 +204,7 @@ def assert_nothing_left(engine: Engine) -> None:
         assert engine.backend.under_way == 0
     usage = scheduler.kv.usage()
     assert usage.referenced == 0 and usage.sequences_running == 0
-    assert not scheduler.running and len(scheduler.waiting) == 0 and not scheduler.requests
+    assert not scheduler.requests.running and len(scheduler.requests.waiting) == 0 and not scheduler.requests.by_id
     scheduler.kv.check()
 
 
@@ -230,13 +230,13 @@ LAYOUTS = ["paged", "slots"]
 def step(scheduler: Scheduler, backend: FakeBackend) -> list[Output]:
     """One turn; a token takes 10 ms."""
     Stepper(backend, scheduler, timer=lambda: backend.computed_tokens * 0.010).advance()
-    return scheduler.take_outputs()
+    return scheduler.requests.take_outputs()
 
 
 def run(scheduler: Scheduler, backend: FakeBackend, limit: int = 2000) -> list[Output]:
     outputs: list[Output] = []
     for _ in range(limit):
-        if not scheduler.has_work:
+        if not scheduler.requests.has_work:
             return outputs
         outputs += step(scheduler, backend)
         scheduler.kv.check()

@@ -204,8 +204,8 @@ class Rig:
         self.engine = Engine(backend, self.scheduler, deliver, clock=self.machine.clock)
         observer = _Observer()
         self.calls.wrap_all(observer, "observer", OBSERVER_CALLS)
-        self.scheduler.observers.append(observer)
-        kv.on_eviction = self.scheduler.observers.evicted
+        self.scheduler.requests.observers.append(observer)
+        kv.on_eviction = self.scheduler.requests.observers.evicted
         self.before_step: Callable[[Sequence[Any]], None] = lambda chunks: None
         if isinstance(backend, FakeBackend):
             backend.faults.before_step = lambda chunks: self.before_step(chunks)
@@ -318,10 +318,19 @@ class Rig:
         usage = scheduler.kv.usage()
         assert usage.referenced == usage.pinned and usage.sequences_running == 0
         assert usage.free + usage.evictable + usage.pinned == usage.total
-        assert not scheduler.running and len(scheduler.waiting) == 0 and not scheduler.requests
-        assert list(scheduler.waiting) == [] and scheduler.take_outputs() == [] and not engine._outbox.waiting
-        assert engine._submitted == scheduler.dequeued == len(self.requests) == sum(scheduler.finished.values())
-        assert scheduler.prompt_tokens <= sum(len(request.prompt) for request in self.requests)
+        assert not scheduler.requests.running and len(scheduler.requests.waiting) == 0 and not scheduler.requests.by_id
+        assert (
+            list(scheduler.requests.waiting) == []
+            and scheduler.requests.take_outputs() == []
+            and not engine._outbox.waiting
+        )
+        assert (
+            engine._submitted
+            == scheduler.requests.dequeued
+            == len(self.requests)
+            == sum(scheduler.requests.finished.values())
+        )
+        assert scheduler.requests.prompt_tokens <= sum(len(request.prompt) for request in self.requests)
         answers = sum(request.params.n for request in self.requests) if self.fault.lasting else 0
         assert engine.rebuilds <= MAX_REBUILDS * (1 + answers) + self.scripted_rebuilds
         if not engine.should_stop:

@@ -30,7 +30,7 @@ class Server:
         drafting = None if drafter is None else Drafting(drafter, self.backend.traits.most_drafts)
         memory = "slots" if layout == "slots" else "paged"
         self.scheduler = make_scheduler(self.backend, memory, drafting=drafting, **options)
-        self.scheduler.observers.append(self)
+        self.scheduler.requests.observers.append(self)
         self.records: dict[str, RequestRecord] = {}
         self._stepper = Stepper(self.backend, self.scheduler, timer=self._seconds)
         self._now = 0.0
@@ -39,12 +39,12 @@ class Server:
         """Answer them all, side by side."""
         scheduler = self.scheduler
         for request in requests:
-            scheduler.add(request)
-        while scheduler.has_work or self._stepper.under_way:
+            scheduler.requests.add(request)
+        while scheduler.requests.has_work or self._stepper.under_way:
             self.step()
         usage = scheduler.kv.usage()
-        assert usage.referenced == usage.pinned and not scheduler.requests
-        return by_answer(scheduler.take_outputs())
+        assert usage.referenced == usage.pinned and not scheduler.requests.by_id
+        return by_answer(scheduler.requests.take_outputs())
 
     def step(self) -> None:
         assert self._stepper.advance()

@@ -104,11 +104,11 @@ class SameAnswers(RuleBasedStateMachine):
     def memory_is_sound(self) -> None:
         for rig in getattr(self, "rigs", []):
             rig.calls.counting = False
-            if rig.scheduler._doubt is None:
+            if rig.scheduler.doubt.error is None:
                 rig.scheduler.kv.check()
                 usage = rig.scheduler.kv.usage()
                 assert usage.free + usage.evictable + usage.referenced == usage.total
-                assert usage.sequences_running == len(rig.scheduler.running)
+                assert usage.sequences_running == len(rig.scheduler.requests.running)
             rig.calls.counting = True
 
     def teardown(self) -> None:

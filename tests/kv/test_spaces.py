@@ -338,7 +338,7 @@ def test_nobody_waits_for_a_prompt_that_another_tenant_computes(layout: str) -> 
     tenants = [Tenant("ann", b"ann"), Tenant("bob", b"bob"), Tenant("ann", b"ann")]
     first, other, same = (make_request("s" * 40, tenant=tenant) for tenant in tenants)
     for request in (first, other, same):
-        scheduler.add(request)
+        scheduler.requests.add(request)
     outputs = step(scheduler, backend)
     assert first.state is other.state is RequestState.PROCESSING
     assert same.state is RequestState.PENDING

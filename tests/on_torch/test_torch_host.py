@@ -88,20 +88,20 @@ class Run:
         self.asked += 1
         params = Params(**({"max_tokens": 6, "ignore_eos": True, "temperature": 0.8, "seed": 1} | changes))
         name = f"r{self.asked}"
-        self.scheduler.add(make_request(prompt, params, request_id=name))
+        self.scheduler.requests.add(make_request(prompt, params, request_id=name))
         return name
 
     def advance(self) -> None:
         self.stepper.advance()
         self.kv.check()
-        for output in self.scheduler.take_outputs():
+        for output in self.scheduler.requests.take_outputs():
             if output.token_id is not None:
                 self.answers.setdefault(output[0], []).append(output.token_id)
             if output.error is not None:
                 self.errors.append(output.error)
 
     def finish(self) -> None:
-        while self.scheduler.has_work or self.stepper.under_way:
+        while self.scheduler.requests.has_work or self.stepper.under_way:
             self.advance()
 
     def ask(self, prompt: list[int]) -> list[int]:
@@ -135,8 +135,8 @@ def test_with_others_running_and_leaving(backend: TorchBackend, depth: int) -> N
     for number, prompt in enumerate(PROMPTS * 2):
         gone = run.add([*prompt, number])
         run.advance()
-        if request := run.scheduler.requests.get(gone):
-            run.scheduler.finish(request, None, FinishReason.CANCELLED)
+        if request := run.scheduler.requests.by_id.get(gone):
+            run.scheduler.requests.finish(request, None, FinishReason.CANCELLED)
     run.finish()
     assert {name: run.answers[name] for name in wanted} == wanted
     assert run.kv.usage().host.loads > 0 and run.kv.usage().referenced == 0 and run.kv.loading == 0

@@ -59,19 +59,19 @@ class Run:
 
     def add(self, name: str, prompt: list[int], **changes: Any) -> None:
         params = SamplingParams(**({"max_tokens": 12, "ignore_eos": True} | changes))
-        self.scheduler.add(make_request(prompt, params, request_id=name))
+        self.scheduler.requests.add(make_request(prompt, params, request_id=name))
 
     def advance(self) -> None:
         self.stepper.advance()
         self.scheduler.kv.check()
-        for output in self.scheduler.take_outputs():
+        for output in self.scheduler.requests.take_outputs():
             if output.token_id is not None:
                 self.answers.setdefault((output[0], output[1]), []).append(output)
             if output.error is not None:
                 self.errors.append(output)
 
     def finish(self) -> Answers:
-        while self.scheduler.has_work or self.stepper.under_way:
+        while self.scheduler.requests.has_work or self.stepper.under_way:
             self.advance()
         return self.answers
 
@@ -150,13 +150,13 @@ def test_few_places_preemption_and_cancelling(backend: TorchBackend) -> None:
         run.add(f"r{number}", prompt, temperature=0.0, max_tokens=20)
         run.add(f"gone{number}", prompt, temperature=0.0, max_tokens=20)
     steps = 0
-    while run.scheduler.has_work or run.stepper.under_way:
+    while run.scheduler.requests.has_work or run.stepper.under_way:
         run.advance()
         steps += 1
         if steps % 5 == 0:
-            gone = [request for name, request in run.scheduler.requests.items() if name.startswith("gone")]
+            gone = [request for name, request in run.scheduler.requests.by_id.items() if name.startswith("gone")]
             if gone:
-                run.scheduler.finish(gone[0], None, FinishReason.CANCELLED)
+                run.scheduler.requests.finish(gone[0], None, FinishReason.CANCELLED)
     found = tokens(run.answers)
     assert {key: answer for key, answer in found.items() if key[0].startswith("r")} == expected
 

@@ -370,24 +370,24 @@ def test_pictures_are_made_only_while_somebody_watches_and_not_too_often() -> No
     scheduler.kv.view = counted  # type: ignore[method-assign]
     views = ViewPublisher(lambda: now)
     cost = 0.0
-    views.publish(scheduler)
+    views.publish(scheduler.requests, scheduler.kv)
     assert (made, views.latest, views.due_at) == (0, None, None)
     views.add_watcher()
-    views.publish(scheduler)
+    views.publish(scheduler.requests, scheduler.kv)
     assert made == 1 and views.latest is not None and views.due_at is None
-    scheduler.add(make_request("hello", request_id="late"))
-    views.publish(scheduler)
+    scheduler.requests.add(make_request("hello", request_id="late"))
+    views.publish(scheduler.requests, scheduler.kv)
     assert made == 1 and views.due_at == now + INTERVAL_S
     now += INTERVAL_S
     cost = 0.004
-    views.publish(scheduler)
+    views.publish(scheduler.requests, scheduler.kv)
     assert made == 2 and views.due_at is None
     assert [request.id for request in views.latest.requests] == ["late"]
     now += INTERVAL_S
-    views.publish(scheduler)
+    views.publish(scheduler.requests, scheduler.kv)
     assert made == 2 and views.due_at == pytest.approx(now + 0.004 / MOST_SHARE - INTERVAL_S - 0.004)
     views.remove_watcher()
-    views.publish(scheduler)
+    views.publish(scheduler.requests, scheduler.kv)
     assert (made, views.latest, views.due_at) == (2, None, None)
 
 

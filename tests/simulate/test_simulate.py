@@ -114,7 +114,7 @@ def test_every_request_ends_and_leaves_nothing_behind(policy: str, data: st.Data
     for server in cluster.servers:
         usage = server.kv.usage()
         assert usage.free + usage.evictable + usage.referenced == usage.total
-        assert usage.referenced == 0 and not server.busy and not server.scheduler.requests
+        assert usage.referenced == 0 and not server.busy and not server.scheduler.requests.by_id
         server.kv.check()
 
 

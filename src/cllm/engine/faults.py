@@ -4,8 +4,8 @@
     a step failed                 `try_alone`           each sequence is computed alone; those that fail end, the
                                                         others go on
     a sequence's memory failed    `recompute_or_fail`   it is recomputed, or fails if that happened too often
-    memory could not be freed,    `distrust`            nothing yet: before the next step `raise_if_distrusted`
-    or holds what it should not                         has the engine rebuild all memory
+    memory could not be freed,    `MemoryDoubt`         nothing yet: before the next step the engine rebuilds all
+    or holds what it should not                         memory
     all memory is lost            `preempt_all`         everything that ran is recomputed
 
 A request that fails does so alone, with the reason.
@@ -14,15 +14,14 @@ A request that fails does so alone, with the reason.
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
 from collections.abc import Callable
 
 from cllm.backends.base import StepResult
 from cllm.engine.plan import Plan, drafted_in
 from cllm.engine.request import FinishReason, Sequence
-from cllm.engine.request_tracker import RequestTracker
+from cllm.engine.requests import MemoryDoubt, Requests
 from cllm.errors import BackendError, StepAbortedError
-from cllm.kv.manager import PositionMismatchError
+from cllm.kv.manager import KVManager, PositionMismatchError
 
 log = logging.getLogger("cllm.engine")
 
@@ -30,13 +29,12 @@ MAX_RECOVERIES = 2
 """Times a sequence is recomputed after a fault before it fails."""
 
 
-class Faults(RequestTracker):
-    position_mismatches = 0
-    _doubt: Exception | None = None
-
-    @abstractmethod
-    def apply(self, plan: Plan, result: StepResult) -> None:
-        """Take a step's result in."""
+class Faults:
+    def __init__(self, kv: KVManager, requests: Requests, doubt: MemoryDoubt) -> None:
+        self.position_mismatches = 0
+        self._kv = kv
+        self._requests = requests
+        self._doubt = doubt
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -44,13 +42,15 @@ class Faults(RequestTracker):
         """The step did not happen: forget what it may have written."""
         for index, sequence in enumerate(plan.sequences):
             if plan.settle(index):
-                self.kv.rewind(sequence)
+                self._kv.rewind(sequence)
                 if drafted_in(plan.chunks[index]):
                     # Only the drafts' memory is freed: the sequence's own token may be computed right away, alone.
-                    self.kv.truncate(sequence, sequence.num_computed)
-                    self.kv.grow(sequence, 1)
+                    self._kv.truncate(sequence, sequence.num_computed)
+                    self._kv.grow(sequence, 1)
 
-    def try_alone(self, plan: Plan, compute: Callable[[Plan], StepResult]) -> None:
+    def try_alone(
+        self, plan: Plan, compute: Callable[[Plan], StepResult], apply: Callable[[Plan, StepResult], None]
+    ) -> None:
         """The step failed and was rewound: compute each sequence alone, so that only the faulty one fails."""
         for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True):
             alone = Plan.again(sequence, chunk)
@@ -67,16 +67,16 @@ class Faults(RequestTracker):
                 self.rewind(alone)
                 # It fails, unless its memory was wrong and can be recomputed.
                 if self.verified(sequence):
-                    self._end(sequence, FinishReason.ERROR, error=error)
+                    self._requests.end(sequence, FinishReason.ERROR, error=error)
             else:
-                self.apply(alone, result)
+                apply(alone, result)
 
     # -- a sequence's memory ---------------------------------------------------------------------------------------
 
     def verified(self, sequence: Sequence) -> bool:
         """Whether the backend holds the right positions for this sequence. If not, the sequence is recomputed."""
         try:
-            self.kv.verify(sequence)
+            self._kv.verify(sequence)
         except PositionMismatchError as mismatch:
             self.position_mismatches += 1
             error = BackendError(str(mismatch))
@@ -89,39 +89,30 @@ class Faults(RequestTracker):
         log.error("request %s: %s; its KV is dropped and recomputed", sequence.request.id, error)
         self.recompute_or_fail(sequence, error)
         if sequence.recoveries > 1:
-            self.distrust(BackendError(f"positions were wrong twice for one request: {error}"))
+            self._doubt.note(BackendError(f"positions were wrong twice for one request: {error}"))
         return False
 
     def recompute_or_fail(self, sequence: Sequence, error: Exception) -> None:
         """The memory of a running sequence failed: it is recomputed, or fails if that happened too often."""
         sequence.recoveries += 1
         if sequence.recoveries > MAX_RECOVERIES:
-            self._end(sequence, FinishReason.ERROR, error=error, keep=False)
+            self._requests.end(sequence, FinishReason.ERROR, error=error, keep=False)
         else:
-            self._preempt(sequence, keep=False)
+            self._requests.preempt(sequence, keep=False)
 
     # -- all memory ------------------------------------------------------------------------------------------------
-
-    def distrust(self, error: Exception) -> None:
-        """The cache or the backend's memory may be wrong: it has to be rebuilt before the next step."""
-        self._doubt = self._doubt or error
-
-    def raise_if_distrusted(self) -> None:
-        """Raise the first error that made the memory suspect, if any."""
-        doubt, self._doubt = self._doubt, None
-        if doubt is not None:
-            raise doubt
 
     def preempt_all(self, error: Exception) -> None:
         """All memory is lost: everything that ran is recomputed, or fails if that happened too often.
 
         Does not touch the cache, which has to be reset.
         """
-        self._doubt = None
-        for sequence in list(self.running):
-            self._stop_running(sequence)
+        self._doubt.clear()
+        requests = self._requests
+        for sequence in list(requests.running):
+            requests.stop_running(sequence)
             sequence.recoveries += 1
             if sequence.recoveries > MAX_RECOVERIES:
-                self._end(sequence, FinishReason.ERROR, error=error)
+                requests.end(sequence, FinishReason.ERROR, error=error)
             else:
-                self._queue_again(sequence)
+                requests.queue_again(sequence)

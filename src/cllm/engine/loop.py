@@ -139,7 +139,7 @@ class Engine:
         with self._submit_lock:
             if not self.accepting:
                 raise ShuttingDownError("the server is shutting down and accepts no more requests")
-            queued = self._submitted - self.scheduler.dequeued
+            queued = self._submitted - self.scheduler.requests.dequeued
             if queued >= self._max_queue:
                 raise OverloadedError(
                     f"the queue is full: {queued} requests are waiting (scheduler.max_queue is {self._max_queue})",
@@ -232,8 +232,8 @@ class Engine:
             log.exception("unexpected error in the engine; recomputing all running requests")
             self._rebuild(BackendError(describe(error), fatal=True))
             busy = True
-        outputs = self.scheduler.take_outputs()
-        self._publish(force=not busy or (bool(outputs) and not self.scheduler.has_work))
+        outputs = self.scheduler.requests.take_outputs()
+        self._publish(force=not busy or (bool(outputs) and not self.scheduler.requests.has_work))
         return self._send(outputs) or busy
 
     def _advance(self) -> bool:
@@ -241,11 +241,11 @@ class Engine:
         scheduler = self.scheduler
         self._arrived = False
         self._drain_inbox()
-        scheduler.expire()
+        scheduler.requests.expire()
         if self._stop_at is not None:
             self._refuse_waiting()
-        scheduler.raise_if_distrusted()
-        if not (scheduler.has_work or self._stepper.under_way):
+        scheduler.doubt.raise_if_any()
+        if not (scheduler.requests.has_work or self._stepper.under_way):
             scheduler.kv.awaits_memory = False  # the sequence that waited is gone
             if self._time_share is not None:
                 self._time_share.rest()
@@ -263,8 +263,8 @@ class Engine:
         self.rebuilds += 1
         log.error("rebuilding the backend's context: %s", cause)
         self._stepper.forget()
-        self.scheduler.preempt_all(cause)
-        progress = (self._stepper.steps, sum(self.scheduler.finished.values()))
+        self.scheduler.faults.preempt_all(cause)
+        progress = (self._stepper.steps, sum(self.scheduler.requests.finished.values()))
         self._fruitless_rebuilds = self._fruitless_rebuilds + 1 if progress == self._progress else 0
         self._progress = progress
         if self._fruitless_rebuilds > MAX_FRUITLESS_REBUILDS:
@@ -310,7 +310,12 @@ class Engine:
 
     def _wait(self) -> None:
         """Until something arrives, or the next deadline, upkeep or view is due."""
-        moments = (self.scheduler.next_deadline(), self.scheduler.kv.upkeep_at(), self._stop_at, self.views.due_at)
+        moments = (
+            self.scheduler.requests.next_deadline(),
+            self.scheduler.kv.upkeep_at(),
+            self._stop_at,
+            self.views.due_at,
+        )
         deadlines = [d for d in moments if d is not None]
         timeout = min(max(0.0, min(deadlines) - self._clock()), LONGEST_WAIT_S) if deadlines else None
         if not self._inbox:
@@ -323,7 +328,7 @@ class Engine:
             return True
         if self._stop_at is None:
             return False
-        return self._clock() >= self._stop_at or not (self.scheduler.has_work or self._inbox)
+        return self._clock() >= self._stop_at or not (self.scheduler.requests.has_work or self._inbox)
 
     def close_down(self) -> None:
         """The last thing the engine does: end all requests and release everything."""
@@ -338,10 +343,10 @@ class Engine:
         reason = FinishReason.CANCELLED
         if self._failure is not None:
             error, reason = self._failure, FinishReason.ERROR
-        for request in list(scheduler.requests.values()):
-            scheduler.finish(request, None, reason, error)
+        for request in list(scheduler.requests.by_id.values()):
+            scheduler.requests.finish(request, None, reason, error)
         try:
-            scheduler.raise_if_distrusted()
+            scheduler.doubt.raise_if_any()
             if self._failure is not None:
                 scheduler.kv.reset()
             self._wind_up(WIND_UP_S)
@@ -351,7 +356,7 @@ class Engine:
             self._wind_up(0.0)  # nothing is kept, but other users of the same disk store need to know
         self._publish(force=True)
         for _ in range(ATTEMPTS):
-            self._outbox.send(scheduler.take_outputs())
+            self._outbox.send(scheduler.requests.take_outputs())
 
     def _wind_up(self, seconds: float) -> None:
         try:
@@ -368,11 +373,11 @@ class Engine:
 
     def _refuse_waiting(self) -> None:
         error = ShuttingDownError("the server is shutting down; the request was still waiting in the queue")
-        for sequence in list(self.scheduler.waiting):
+        for sequence in list(self.scheduler.requests.waiting):
             request = sequence.request
             # One answer of a resumed request may run while another waits.
             if request.first_token_at is None and request.state is RequestState.PENDING:
-                self.scheduler.finish(request, None, FinishReason.CANCELLED, error)
+                self.scheduler.requests.finish(request, None, FinishReason.CANCELLED, error)
 
     # -- inbox -------------------------------------------------------------------------------------------------
 
@@ -382,12 +387,12 @@ class Engine:
 
     def _receive(self, request: Request) -> None:
         self._received += 1
-        self.scheduler.add(request)
+        self.scheduler.requests.add(request)
 
     def _on_cancel(self, request_id: str, index: int | None, reason: FinishReason) -> None:
-        request = self.scheduler.requests.get(request_id)
+        request = self.scheduler.requests.by_id.get(request_id)
         if request is not None:
-            self.scheduler.finish(request, index, reason)
+            self.scheduler.requests.finish(request, index, reason)
 
     # -- publishing --------------------------------------------------------------------------------------------
 
@@ -395,9 +400,9 @@ class Engine:
         """True if something is left to deliver in the next turn."""
         lost = self._outbox.send(outputs)
         for request_id in lost:
-            if request := self.scheduler.requests.get(request_id):
+            if request := self.scheduler.requests.by_id.get(request_id):
                 error = BackendError("tokens of the answer could not be delivered")
-                self.scheduler.finish(request, None, FinishReason.ERROR, error)
+                self.scheduler.requests.finish(request, None, FinishReason.ERROR, error)
         return bool(lost) or self._outbox.waiting
 
     def _on_planned(self, plan: Plan) -> None:
@@ -409,8 +414,8 @@ class Engine:
 
     def _counts(self) -> tuple[int, ...]:
         """What is published at once when it changes."""
-        tracker = self.scheduler
-        return len(tracker.running), len(tracker.waiting), len(tracker.requests), tracker.dequeued, self.rebuilds
+        requests = self.scheduler.requests
+        return len(requests.running), len(requests.waiting), len(requests.by_id), requests.dequeued, self.rebuilds
 
     def _publish(self, *, force: bool = False) -> None:
         try:
@@ -421,7 +426,7 @@ class Engine:
             if force or now - self._details_at >= DETAILS_INTERVAL_S:
                 self._details_at = now
                 self.details = self.scheduler.kv.details()
-            self.views.publish(self.scheduler)
+            self.views.publish(self.scheduler.requests, self.scheduler.kv)
         except Exception:
             log.exception("the engine's statistics could not be published; the previous ones stay")
 

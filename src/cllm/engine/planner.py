@@ -16,9 +16,7 @@ raises goes to the caller, which rebuilds the memory; the state of requests is r
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
-from collections.abc import Callable
 from enum import Enum
 from operator import attrgetter, itemgetter
 
@@ -29,6 +27,7 @@ from cllm.engine.faults import MAX_RECOVERIES, Faults
 from cllm.engine.long_prompts import log_long_prompt
 from cllm.engine.plan import Plan, row_of
 from cllm.engine.request import FinishReason, Sequence
+from cllm.engine.requests import MemoryDoubt, Requests
 from cllm.errors import BackendError, describe
 from cllm.kv.manager import KVManager
 
@@ -58,22 +57,27 @@ _BY_SLOT = attrgetter("slot")
 _BY_TURN = attrgetter("turn")
 
 
-class Planner(Faults):
+class Planner:
     def __init__(
         self,
         kv: KVManager,
+        requests: Requests,
+        faults: Faults,
+        doubt: MemoryDoubt,
         budget: StepBudget,
         *,
         max_running: int,
-        ageing_s: float = 10.0,
-        drafting: Drafting | None = None,
-        whole_prompts: bool = False,
-        clock: Callable[[], float] = time.monotonic,
+        drafting: Drafting | None,
+        whole_prompts: bool,
     ) -> None:
         """`whole_prompts`: a prompt is computed in one step, however long it is."""
-        super().__init__(kv, ageing_s=ageing_s, drafting=drafting, clock=clock)
         self.budget = budget
-        self._max_running = max_running
+        self.max_running = max_running
+        self._kv = kv
+        self._requests = requests
+        self._faults = faults
+        self._doubt = doubt
+        self.drafting = drafting
         self._whole_prompts = whole_prompts
         self._prompt_steps = 0
         self._turns = 0
@@ -89,10 +93,10 @@ class Planner(Faults):
         if self._held_up and self._held_up >= sum(sequence.chooser.constraint is None for sequence in rows):
             # A step now and another one for them would take twice as long as one for all.
             return Plan()
-        if len(self.waiting) and len(self.running) < self._max_running:
+        if len(self._requests.waiting) and len(self._requests.running) < self.max_running:
             self._admit()
             self._partition_running(rows, prompts)  # again: making room may have cost some sequences their memory
-        self.kv.arrange()
+        self._kv.arrange()
         # In slot order, rows come back without a copy; where there are no slots this changes nothing.
         rows.sort(key=_BY_SLOT)
         all_rows = len(rows)
@@ -105,7 +109,7 @@ class Planner(Faults):
         if any(sequence.forced for sequence in rows):
             self._cut_forced(plan)
         if self.drafting is not None and 0 < len(rows) == all_rows:  # a draft never makes a row wait
-            self._draft(self.drafting, plan, prompts_wait=bool(prompts) or len(self.waiting) > 0)
+            self._draft(self.drafting, plan, prompts_wait=bool(prompts) or len(self._requests.waiting) > 0)
         if prompts:
             self.plan_prompts(plan, prompts)
         return plan
@@ -114,14 +118,14 @@ class Planner(Faults):
         """Sort running sequences into decode rows, with room for their token, and prompts to continue. To make room,
         some may be preempted."""
         while not self._try_partition(rows, prompts):
-            self.raise_if_distrusted()  # memory that could not be freed is no reason to preempt another sequence
+            self._doubt.raise_if_any()  # memory that could not be freed is no reason to preempt another sequence
 
     def _try_partition(self, rows: list[Sequence], prompts: list[Sequence]) -> bool:
         """False if a sequence was preempted: try again with the others."""
         rows.clear()
         prompts.clear()
         self._held_up = 0
-        for sequence in self.running:  # a plain loop: this runs for every sequence in every step
+        for sequence in self._requests.running:  # a plain loop: this runs for every sequence in every step
             submitted, promised = sequence.submitted, sequence.promised
             start = sequence.num_computed + submitted
             missing = len(sequence.tokens) + promised - start
@@ -196,7 +200,7 @@ class Planner(Faults):
     def _room_to_draft(self, sequence: Sequence, count: int) -> int:
         """How many of `count` tokens there is room for after the sequence's next one."""
         try:
-            return self.kv.grow_within_free(sequence, 1 + count) - 1
+            return self._kv.grow_within_free(sequence, 1 + count) - 1
         except BackendError as error:
             if error.fatal:
                 raise
@@ -232,7 +236,7 @@ class Planner(Faults):
     def _has_room_ahead(self, sequence: Sequence) -> bool:
         """Without preempting another sequence: the row can as well wait for the step in flight."""
         try:
-            return self.kv.grow(sequence, sequence.submitted + 1)
+            return self._kv.grow(sequence, sequence.submitted + 1)
         except BackendError as error:
             if error.fatal:
                 raise
@@ -240,7 +244,7 @@ class Planner(Faults):
 
     def _make_room(self, sequence: Sequence, count: int = 1) -> bool:
         """Get memory for a sequence's next tokens, or move its window on. False if a sequence was preempted for it."""
-        kv = self.kv
+        kv = self._kv
         try:
             if sequence.window is None:
                 if kv.grow(sequence, sequence.submitted + count):
@@ -251,10 +255,10 @@ class Planner(Faults):
             if error.fatal:
                 raise
             log.error("request %s: its KV memory cannot grow: %s; recomputing it", sequence.request.id, error)
-            self.recompute_or_fail(sequence, error)
+            self._faults.recompute_or_fail(sequence, error)
         else:
             kv.allocation_failures += 1
-            self._preempt(max(self.running, key=self.waiting.rank))
+            self._requests.preempt(max(self._requests.running, key=self._requests.waiting.rank))
         return False
 
     def plan_prompts(self, plan: Plan, prompts: list[Sequence]) -> None:
@@ -266,13 +270,13 @@ class Planner(Faults):
         """
         tokens_s = self.budget.costs.tokens_s
         wanted_s = sum(sequence.weight * tokens_s(sequence.remaining, sequence.position) for sequence in prompts)
-        answering = len(self.running) > len(prompts)  # some may be in flight, and so have no row in this step
+        answering = len(self._requests.running) > len(prompts)  # some may be in flight, and so have no row in this step
         # Texts to embed wait for no token, so they are no reason to make others wait for theirs.
-        waiting = sum(sequence.generates for sequence in prompts) + len(self.waiting)
+        waiting = sum(sequence.generates for sequence in prompts) + len(self._requests.waiting)
         allowance = self.budget.allowance(plan.decode_rows, waiting, wanted_s, answering, plan.beside_rows)
         if allowance is None:
             return
-        rank = self.waiting.rank
+        rank = self._requests.waiting.rank
         prompts.sort(key=lambda sequence: (sequence.remaining, rank(sequence)))
         self._prompt_steps += 1
         if self._prompt_steps % OLDEST_EVERY == 0:
@@ -292,13 +296,13 @@ class Planner(Faults):
     def _admit(self) -> None:
         """Admit sequences in order of the queue while there is room, except those that had better wait."""
         passed: list[Sequence] = []
-        self.kv.demand = len(self.running) + len(self.waiting)
-        self.kv.token_s = self.budget.costs.token_s
-        in_progress = [sequence for sequence in self.running if sequence.uncomputed > 1]
+        self._kv.demand = len(self._requests.running) + len(self._requests.waiting)
+        self._kv.token_s = self.budget.costs.token_s
+        in_progress = [sequence for sequence in self._requests.running if sequence.uncomputed > 1]
         looked_at = 0
         try:
-            while looked_at < ADMIT_SCAN and len(self.running) < self._max_running:
-                sequence = self.waiting.pop()
+            while looked_at < ADMIT_SCAN and len(self._requests.running) < self.max_running:
+                sequence = self._requests.waiting.pop()
                 if sequence is None:
                     break
                 passed.append(sequence)  # back into the queue unless it has started, whatever is raised
@@ -312,27 +316,27 @@ class Planner(Faults):
                     looked_at -= 1
                     continue
                 passed.pop()
-                self._start(sequence, cached)
+                self._requests.start(sequence, cached)
                 if sequence.uncomputed > 1:
                     log_long_prompt(sequence, cached, self.budget.costs)
                     in_progress.append(sequence)
         finally:
             for sequence in passed:
                 if not sequence.ended:
-                    self.waiting.push(sequence)
+                    self._requests.waiting.push(sequence)
 
     def _allocate(self, sequence: Sequence) -> int | Loading | None:
         """Allocate memory for a waiting sequence: how many of its tokens are cached. None: no room now; or never, and
         then it has ended."""
         try:
-            if self.kv.fetch(sequence):
+            if self._kv.fetch(sequence):
                 return LOADING
-            cached = self.kv.admit(sequence)
+            cached = self._kv.admit(sequence)
         except Exception as error:
             sequence.recoveries += 1
             if sequence.recoveries > MAX_RECOVERIES:
                 failure = error if isinstance(error, BackendError) else BackendError(describe(error))
-                self._end(sequence, FinishReason.ERROR, error=failure)
+                self._requests.end(sequence, FinishReason.ERROR, error=failure)
             # If it failed and allocated memory all the same, the cache is not to be trusted.
             if not isinstance(error, BackendError) or error.fatal or sequence.admitted:
                 raise
@@ -340,13 +344,13 @@ class Planner(Faults):
             return None
         if cached is not None:
             return cached
-        if not (self.running or self.kv.loading or self.kv.awaits_memory):
+        if not (self._requests.running or self._kv.loading or self._kv.awaits_memory):
             # Nothing else holds memory, so waiting would not help.
             no_room = BackendError(f"there is no room in the KV cache for {len(sequence.tokens)} tokens")
-            self.finish(sequence.request, None, FinishReason.ERROR, no_room)
+            self._requests.finish(sequence.request, None, FinishReason.ERROR, no_room)
         elif not sequence.refused:
             sequence.refused = True
-            self.kv.allocation_failures += 1
+            self._kv.allocation_failures += 1
         return None
 
     def _should_wait(self, sequence: Sequence, in_progress: list[Sequence]) -> bool:
@@ -357,14 +361,14 @@ class Planner(Faults):
             if not sequence.shares(other, self._worth_sharing(other.num_computed)):
                 continue
             if held is None:
-                held = self.kv.peek(sequence.key, sequence.space)
+                held = self._kv.peek(sequence.key, sequence.space)
             if held <= other.num_computed or sequence.shares(other, self._worth_sharing(held)):
                 return True
         return False
 
     def _worth_sharing(self, computed: int) -> int:
         """How many tokens two prompts must have in common, of which `computed` are done, for one to wait."""
-        unit = self.kv.unit_tokens
+        unit = self._kv.unit_tokens
         return -(-(computed + WAIT_FOR_PREFIX_TOKENS) // unit) * unit
 
 

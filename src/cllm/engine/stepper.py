@@ -95,7 +95,7 @@ class Stepper:
 
     def _plan(self) -> Plan:
         plan = self._scheduler.schedule()
-        self._scheduler.raise_if_distrusted()
+        self._scheduler.doubt.raise_if_any()
         if self._goes_on and plan.chunks and not self._in_flight:
             self._scheduler.budget.costs.observe_host(self._timer() - self._finished_at)
         self._goes_on = False
@@ -108,14 +108,14 @@ class Stepper:
             self._submit(plan)
         if self._in_flight and (len(self._in_flight) >= self._backend.traits.depth or not plan.chunks):
             self._finish(self._in_flight.popleft())
-            scheduler.raise_if_distrusted()
+            scheduler.doubt.raise_if_any()
             scheduler.kv.maintain(self._upkeep_share * self.last_step_s)
             return True
         return bool(plan.chunks)
 
     def _submit(self, plan: Plan) -> None:
         if self._backend.traits.depth > 1:
-            self._scheduler.launch(plan)
+            self._scheduler.planner.launch(plan)
         # No two steps in a row are aborted, so that others advance however many requests are cancelled. Nor is one that
         # another step was planned on.
         elif self._aborted_steps == 0 and plan.prompt_tokens >= ABORT_CHUNK_TOKENS:
@@ -129,13 +129,19 @@ class Stepper:
             ticket = self._backend.submit(plan.chunks)
         except StepAbortedError as error:
             self._aborted(plan, error)
+            self._finish_all()
         except BackendError as error:
             self._failed(plan, error)
-            while self._in_flight:  # those before it are fine
-                self._finish(self._in_flight.popleft())
-            self._scheduler.try_alone(plan, self._compute)
+            self._finish_all()
+            self._scheduler.faults.try_alone(plan, self._compute, self._scheduler.apply)
         else:
             self._in_flight.append(InFlightStep(plan, ticket, started))
+
+    def _finish_all(self) -> None:
+        """A step was not submitted; those before it are fine. The next one must not follow tokens that only the backend
+        knows, because it may have gone on to those of the lost step."""
+        while self._in_flight:
+            self._finish(self._in_flight.popleft())
 
     def _finish(self, step: InFlightStep) -> None:
         plan = step.plan
@@ -148,7 +154,7 @@ class Stepper:
         except BackendError as error:
             self._failed(plan, error)
             self._drop()
-            self._scheduler.try_alone(plan, self._compute)
+            self._scheduler.faults.try_alone(plan, self._compute, self._scheduler.apply)
             return
         finally:
             self.in_step = frozenset()
@@ -164,8 +170,8 @@ class Stepper:
             scheduler.drafting.observe_step(plan.decode_rows, plan.drafted, self.last_step_s, plan.prompt_tokens)
         self._on_computed(plan)
         scheduler.apply(plan, result)
-        scheduler.observers.step(self.last_step_s, plan.prompt_tokens, plan.rows)
-        self._goes_on = bool(scheduler.running)
+        scheduler.requests.observers.step(self.last_step_s, plan.prompt_tokens, plan.rows)
+        self._goes_on = bool(scheduler.requests.running)
 
     # -- faults ------------------------------------------------------------------------------------------------
 
@@ -174,13 +180,13 @@ class Stepper:
         if self._aborted_steps > MAX_ABORTED_STEPS:
             raise error
         log.debug("%s", error)
-        self._scheduler.rewind(plan)
+        self._scheduler.faults.rewind(plan)
 
     def _failed(self, plan: Plan, error: BackendError) -> None:
         log.error("a step of %d sequences failed: %s", len(plan.sequences), error)
         if error.fatal:
             raise error
-        self._scheduler.rewind(plan)
+        self._scheduler.faults.rewind(plan)
 
     def _drop(self) -> None:
         """Drop the steps that were planned on one that failed."""
@@ -191,12 +197,12 @@ class Stepper:
             except BackendError as error:
                 if error.fatal:
                     raise
-            self._scheduler.rewind(step.plan)
+            self._scheduler.faults.rewind(step.plan)
 
     def _compute(self, plan: Plan) -> StepResult:
         """One step, submitted and collected at once."""
         if self._backend.traits.depth > 1:
-            self._scheduler.launch(plan)
+            self._scheduler.planner.launch(plan)
         return self._backend.collect(self._backend.submit(plan.chunks))
 
     def abandon(self) -> None:

@@ -8,7 +8,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from cllm.engine.request import Request
-from cllm.engine.request_tracker import RequestTracker
+from cllm.engine.requests import Requests
+from cllm.kv.manager import KVManager
 from cllm.kv.view import KVView
 
 INTERVAL_S = 0.25
@@ -70,7 +71,7 @@ class ViewPublisher:
         """When the engine should call `publish` again, though it may have nothing to do."""
         return self._next_at if self._late and self._watchers else None
 
-    def publish(self, tracker: RequestTracker) -> None:
+    def publish(self, requests: Requests, kv: KVManager) -> None:
         """After a turn of the engine: make a view, unless the last one is too recent."""
         if not self._watchers:
             return
@@ -80,16 +81,15 @@ class ViewPublisher:
             return
         self._made += 1
         self._next_at = now + INTERVAL_S
-        requests = _in_order(tracker)
-        shown = tuple(view_of(request, now) for request in islice(requests, MOST_REQUESTS))
-        self.latest = EngineView(self._made, tracker.kv.view(), shown, len(tracker.requests))
+        shown = tuple(view_of(request, now) for request in islice(_in_order(requests), MOST_REQUESTS))
+        self.latest = EngineView(self._made, kv.view(), shown, len(requests.by_id))
         took_s = self._clock() - now
         self._next_at = now + max(INTERVAL_S, min(took_s / MOST_SHARE, LONGEST_S))
 
 
-def _in_order(tracker: RequestTracker) -> Iterable[Request]:
-    running = dict.fromkeys(sequence.request for sequence in tracker.running)
-    return *running, *(request for request in tracker.requests.values() if request not in running)
+def _in_order(requests: Requests) -> Iterable[Request]:
+    running = dict.fromkeys(sequence.request for sequence in requests.running)
+    return *running, *(request for request in requests.by_id.values() if request not in running)
 
 
 def view_of(request: Request, now: float) -> RequestView:

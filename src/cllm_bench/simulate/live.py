@@ -176,7 +176,7 @@ class LiveRun:
             workload=workload.name,
             seconds=ended - started,
             answer_tokens=sum(len(answer) for conversation in conversations for answer in conversation.answers),
-            hit_rate=scheduler.cached_tokens / scheduler.prompt_tokens,
+            hit_rate=scheduler.requests.cached_tokens / scheduler.requests.prompt_tokens,
             ttft_p50_s=sorted(self._ttft)[len(self._ttft) // 2],
             steps=self._recorder.steps,
             trace=ListTrace(workload.name, tuple(conversation.traced() for conversation in conversations)),

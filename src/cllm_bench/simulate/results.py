@@ -51,8 +51,8 @@ def figures_of(
 ) -> dict[str, float]:
     """`never_sent` are requests that follow others which did not end well."""
     usages = [server.kv.usage() for server in servers]
-    prompt_tokens = sum(server.scheduler.prompt_tokens for server in servers)
-    cached_tokens = sum(server.scheduler.cached_tokens for server in servers)
+    prompt_tokens = sum(server.scheduler.requests.prompt_tokens for server in servers)
+    cached_tokens = sum(server.scheduler.requests.cached_tokens for server in servers)
     computed = [_computed_tokens(server) for server in servers]
     duration = tally.last_end - tally.first_arrival if tally.ended else 0.0
     figures: dict[str, float] = {
@@ -63,7 +63,7 @@ def figures_of(
         "too_large": tally.too_large,
         "turned_away": tally.turned_away,
         "never_sent": never_sent,
-        "preemptions": sum(server.scheduler.preemptions for server in servers),
+        "preemptions": sum(server.scheduler.requests.preemptions for server in servers),
         "evicted_tokens": sum(usage.evictions * usage.unit_tokens for usage in usages),
         "stored_blocks": sum(usage.blocks_stored for usage in usages),
         "removed_blocks": sum(usage.blocks_removed for usage in usages),
@@ -89,4 +89,4 @@ def figures_of(
 
 def _computed_tokens(server: SimulatedServer) -> int:
     scheduler = server.scheduler
-    return scheduler.prompt_tokens - scheduler.cached_tokens + scheduler.generated_tokens
+    return scheduler.requests.prompt_tokens - scheduler.requests.cached_tokens + scheduler.requests.generated_tokens

@@ -56,7 +56,7 @@ class SimulatedServer:
             ageing_s=settings.ageing_s,
             clock=lambda: self.now,
         )
-        self.scheduler.observers.append(self)
+        self.scheduler.requests.observers.append(self)
         self.tally = tally
         self.submitted = 0
         self._stepper = Stepper(
@@ -70,7 +70,7 @@ class SimulatedServer:
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.requests.has_work
 
     def submit(self, traced: TracedRequest, arrival: float) -> None:
         """A request arrives; the clock has reached that moment, or there is nothing to do until then."""
@@ -79,7 +79,7 @@ class SimulatedServer:
         if length(traced.prompt) + traced.answer_length > self.kv.max_tokens:
             self.tally.too_large += 1
             return
-        if self._queue and len(self.scheduler.waiting) >= self._queue:
+        if self._queue and len(self.scheduler.requests.waiting) >= self._queue:
             self.tally.turned_away += 1
             return
         self.submitted += 1
@@ -88,18 +88,18 @@ class SimulatedServer:
         limit = len(request.prompt) + traced.answer_length
         request.sequences.append(Sequence(request, 0, TracedAnswer(traced.answer), limit))  # type: ignore[arg-type]
         self._live[key] = traced
-        self.scheduler.add(request)
+        self.scheduler.requests.add(request)
 
     def step(self) -> None:
         """The next step, or what ends because its time is over."""
-        self.scheduler.expire()
-        if not self.scheduler.take_outputs():
+        self.scheduler.requests.expire()
+        if not self.scheduler.requests.take_outputs():
             self._stepper.advance()
-            self.scheduler.take_outputs()
+            self.scheduler.requests.take_outputs()
 
     def stored(self) -> tuple[int, int]:
         """Tokens that running sequences consist of so far, and the tokens of memory that is taken for them."""
-        running = self.scheduler.running
+        running = self.scheduler.requests.running
         if self._slot_tokens:
             return sum(len(sequence.tokens) for sequence in running), len(running) * self._slot_tokens
         usage = self.kv.usage()
@@ -111,7 +111,7 @@ class SimulatedServer:
         """What a router is told about this server."""
         if not self.busy:
             return IDLE
-        running, waiting = self.scheduler.running, self.scheduler.waiting
+        running, waiting = self.scheduler.requests.running, self.scheduler.requests.waiting
         queued = sum(len(sequence.tokens) for sequence in waiting)
         queued += sum(len(sequence.tokens) - sequence.num_computed for sequence in running)
         return ReplicaStats(queued, len(running) + len(waiting))

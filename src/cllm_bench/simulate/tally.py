@@ -93,7 +93,7 @@ class Tally:
         total = usage.total * usage.unit_tokens
         cached = usage.evictable / usage.total
         scheduler = server.scheduler
-        running, waiting = len(scheduler.running), len(scheduler.waiting)
+        running, waiting = len(scheduler.requests.running), len(scheduler.requests.waiting)
         self.samples.append(Sample(server.now, taken / total, used / total, cached, running, waiting))
         if len(self.samples) >= 2 * _KEPT_SAMPLES:
             del self.samples[::2]

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from cllm.backends.base import Chunk, StepResult
 from cllm.backends.fake import FakeBackend
-from cllm.engine import scheduler as scheduler_module
+from cllm.engine import results as results_module
 from cllm.engine.budget import StepBudget
 from cllm.engine.params import SamplingParams
 from cllm.engine.request import build_request
@@ -103,7 +103,9 @@ class Micro(LocalWorkload):
             scheduler = Scheduler(kv, budget, max_running=running)
             stepper = Stepper(backend, scheduler, timer=perf_counter)
             self._add_requests(scheduler, running)
-            while len(scheduler.waiting) or any(sequence.remaining > 1 for sequence in scheduler.running):
+            while len(scheduler.requests.waiting) or any(
+                sequence.remaining > 1 for sequence in scheduler.requests.running
+            ):
                 _bookkeeping_s(stepper, scheduler, backend, sampling)
             return median(_bookkeeping_s(stepper, scheduler, backend, sampling) for _ in range(self.steps)) * 1e3
 
@@ -111,7 +113,7 @@ class Micro(LocalWorkload):
         draw = random.Random(count)
         for index in range(count):
             prompt = [draw.randrange(VOCABULARY) for _ in range(self.prompt_tokens)]
-            scheduler.add(
+            scheduler.requests.add(
                 build_request(
                     f"request-{index}",
                     prompt,
@@ -220,7 +222,7 @@ def _timed_sampling() -> Iterator[_Sampling]:
         sampling.seconds += perf_counter() - start
         return chosen
 
-    with patch.object(scheduler_module, "choose", timed):
+    with patch.object(results_module, "choose", timed):
         yield sampling
 
 
@@ -240,9 +242,9 @@ def _bookkeeping_s(stepper: Stepper, scheduler: Scheduler, backend: _TimedBacken
     """One step as the engine takes it; the seconds it took beside backend and sampling."""
     before = sampling.seconds + backend.seconds
     start = perf_counter()
-    scheduler.expire()
+    scheduler.requests.expire()
     stepper.advance()
-    scheduler.take_outputs()
+    scheduler.requests.take_outputs()
     scheduler.kv.usage()
     everything = perf_counter() - start
     return everything - (sampling.seconds + backend.seconds - before)

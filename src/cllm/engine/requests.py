@@ -1,15 +1,14 @@
 """Every request, the state of its sequences, and its outputs.
 
 A decision about a request (a token, an end, a place in the queue) stands as soon as it is made. If freeing memory fails
-afterwards, that makes the cache suspect (`distrust`), never the decision. So nothing here raises half-way, and outputs
-wait in `take_outputs` however the step goes on.
+afterwards, that makes the cache suspect (`MemoryDoubt`), never the decision. So nothing here raises half-way, and
+outputs wait in `take_outputs` however the step goes on.
 """
 
 from __future__ import annotations
 
 import heapq
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 
@@ -22,19 +21,39 @@ from cllm.errors import RequestTimeoutError
 from cllm.kv.manager import KVManager
 
 
-class RequestTracker(ABC):
+class MemoryDoubt:
+    """The first error that made the cache or backend memory suspect. All of it is rebuilt before the next step."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def note(self, error: Exception) -> None:
+        self.error = self.error or error
+
+    def clear(self) -> None:
+        self.error = None
+
+    def raise_if_any(self) -> None:
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+
+class Requests:
     def __init__(
         self,
         kv: KVManager,
+        doubt: MemoryDoubt,
         *,
         ageing_s: float = 10.0,
         drafting: Drafting | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.kv = kv
+        self._kv = kv
+        self._doubt = doubt
         self.drafting = drafting
         self.observers = Observers()
-        self.requests: dict[str, Request] = {}
+        self.by_id: dict[str, Request] = {}
         self.running: list[Sequence] = []
         self.waiting = WaitingQueue(ageing_s)
         self.dequeued = 0
@@ -47,19 +66,16 @@ class RequestTracker(ABC):
         self.accepted_drafts = 0
         """Drafted tokens that became tokens of answers."""
         self.finished: Counter[str] = Counter()
-        self._clock = clock
+        self.clock = clock
         self._deadlines: list[tuple[float, str]] = []
-        self._outputs: list[Output] = []
+        self.outputs: list[Output] = []
+        """Tokens and ends since `take_outputs`, in order."""
         self._free_rows: list[int] = []
-
-    @abstractmethod
-    def distrust(self, error: Exception) -> None:
-        """Memory could not be freed."""
 
     # -- requests ----------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        self.requests[request.id] = request
+        self.by_id[request.id] = request
         heapq.heappush(self._deadlines, (request.deadline, request.id))
         for sequence in request.sequences:
             if not (sequence.forked or sequence.ended):
@@ -69,14 +85,14 @@ class RequestTracker(ABC):
         """End a request, or one of its answers, in any state."""
         for sequence in request.sequences if index is None else [request.sequences[index]]:
             if not sequence.ended:
-                self._end(sequence, reason, error=error)
+                self.end(sequence, reason, error=error)
 
     def expire(self) -> None:
         """End every request whose deadline has passed."""
-        now = self._clock()
-        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][1] not in self.requests):
+        now = self.clock()
+        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][1] not in self.by_id):
             _, request_id = heapq.heappop(self._deadlines)
-            if request := self.requests.get(request_id):
+            if request := self.by_id.get(request_id):
                 limit = round(request.deadline - request.arrival, 3)
                 error = RequestTimeoutError(f"request {request_id} did not finish within {limit:g} s")
                 self.finish(request, None, FinishReason.TIMEOUT, error)
@@ -90,12 +106,12 @@ class RequestTracker(ABC):
 
     def take_outputs(self) -> list[Output]:
         """Tokens and ends since the last call, in order."""
-        outputs, self._outputs = self._outputs, []
+        outputs, self.outputs = self.outputs, []
         return outputs
 
     # -- sequences ---------------------------------------------------------------------------------------------
 
-    def _start(self, sequence: Sequence, cached: int) -> None:
+    def start(self, sequence: Sequence, cached: int) -> None:
         request = sequence.request
         sequence.running = True
         sequence.refused = False
@@ -103,27 +119,27 @@ class RequestTracker(ABC):
         self.running.append(sequence)
         if request.admitted_at is None:
             self.dequeued += 1
-            request.admitted_at = self._clock()
+            request.admitted_at = self.clock()
             # A later admission finds what the request itself computed: that does not count.
             request.cached_tokens = min(cached, sequence.n_prompt)
             self.prompt_tokens += sequence.n_prompt
             self.cached_tokens += request.cached_tokens
         request.state = RequestState.PROCESSING
 
-    def _preempt(self, sequence: Sequence, *, keep: bool = True) -> None:
+    def preempt(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Free a running sequence's memory for others; it goes to the front of the queue and is recomputed."""
-        self._stop_running(sequence)
-        self._queue_again(sequence)
+        self.stop_running(sequence)
+        self.queue_again(sequence)
         self._free(sequence, rewind=False, keep=keep)
 
-    def _queue_again(self, sequence: Sequence) -> None:
+    def queue_again(self, sequence: Sequence) -> None:
         self.preemptions += 1
         sequence.request.preemptions += 1
         sequence.request.state = RequestState.PENDING
         sequence.forget_key()
         self.waiting.push(sequence)
 
-    def _stop_running(self, sequence: Sequence) -> None:
+    def stop_running(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         sequence.running = False
         self._free_rows.append(sequence.row)
@@ -134,17 +150,17 @@ class RequestTracker(ABC):
         """Free the sequence's memory; `rewind` if the backend may be ahead by a step that was not applied."""
         try:
             if rewind:
-                self.kv.rewind(sequence)
+                self._kv.rewind(sequence)
             if keep and sequence.ended and sequence.index == sequence.request.first_answer:
                 for mark in sequence.request.pins:
-                    self.kv.pin(sequence, mark)
-            self.kv.release(sequence, keep=keep)
+                    self._kv.pin(sequence, mark)
+            self._kv.release(sequence, keep=keep)
         except Exception as error:
-            self.distrust(error)
+            self._doubt.note(error)
 
     # -- ends --------------------------------------------------------------------------------------------------
 
-    def _end(
+    def end(
         self,
         sequence: Sequence,
         reason: FinishReason,
@@ -158,11 +174,11 @@ class RequestTracker(ABC):
         request = sequence.request
         sequence.ended = True
         stop_token = token if reason is FinishReason.STOP else None
-        self._outputs.append(
+        self.outputs.append(
             Output(request.id, sequence.index, token, logprob, reason, stop_token, error, request.cached_tokens)
         )
         if sequence.running:
-            self._stop_running(sequence)
+            self.stop_running(sequence)
             # With a token, the step was applied.
             self._free(sequence, rewind=token is None, keep=keep)
         else:
@@ -182,9 +198,9 @@ class RequestTracker(ABC):
     def _close(self, request: Request, error: Exception | None) -> None:
         assert request.reason is not None
         request.state = request.reason.state
-        del self.requests[request.id]
+        del self.by_id[request.id]
         if request.admitted_at is None:
             self.dequeued += 1
         self.finished[request.reason.value] += 1
-        self.observers.finished(record_of(request, self._clock(), error))
+        self.observers.finished(record_of(request, self.clock(), error))
         request.close()
