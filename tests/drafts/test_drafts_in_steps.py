@@ -23,7 +23,7 @@ from cllm.engine.request import Sequence as Answer
 from cllm.engine.stepper import Stepper
 from cllm.errors import BackendError, StepAbortedError
 from cllm.kv.paged.manager import PagedKVManager
-from draft_kit import LONG, Lone, ScriptedDrafter, by_answer, oracle
+from draft_kit import LONG, Lone, ScriptedDrafter, by_answer, draft_with, oracle
 from engine_kit import LAYOUTS, make_request, make_scheduler, reference
 from pipelined_backend import PipelinedFake
 from step_of import rows_of
@@ -338,7 +338,7 @@ async def test_a_stop_string_among_accepted_tokens_ends_the_answer_there() -> No
             assert llm._engine is not None
             scheduler = llm._engine.scheduler
             most = llm._engine.backend.traits.most_drafts
-            scheduler.draft(Drafting(oracle(longest=16), most) if drafts else None)
+            draft_with(scheduler, Drafting(oracle(longest=16), most) if drafts else None)
             params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, stop=stop, logprobs=1)
             generation = llm.submit([104, 105, 33], params)
             deltas = [delta async for delta in generation]

@@ -15,7 +15,7 @@ from cllm.engine.drafting import Drafting
 from cllm.engine.request import Request
 from cllm.engine.scheduler import Scheduler
 from cllm.generation import Completion
-from draft_kit import ScriptedDrafter
+from draft_kit import ScriptedDrafter, draft_with
 from thorough import exhaustive, slow, some
 
 pytestmark = [slow, pytest.mark.model]
@@ -72,7 +72,7 @@ def draft(llm: LLM, answers: Sequence[Completion], kinds: Sequence[str]) -> Scri
     engine = llm._llm._engine
     assert engine is not None
     drafter = ScriptedDrafter(expected, kinds, longest=9, vocabulary=49152)
-    scheduler_of(llm).draft(Drafting(drafter, engine.backend.traits.most_drafts))
+    draft_with(scheduler_of(llm), Drafting(drafter, engine.backend.traits.most_drafts))
     return drafter
 
 
@@ -82,7 +82,7 @@ def places(answers: int) -> list[tuple[str, int]]:
 
 
 def without_drafts(llm: LLM, params: SamplingParams) -> list[Completion]:
-    scheduler_of(llm).draft(None)
+    draft_with(scheduler_of(llm), None)
     empty_cache(llm)
     return [answer for prompt in PROMPTS for answer in llm.generate(prompt, params)]
 
@@ -133,7 +133,7 @@ def test_what_was_drafted_right_is_shared_with_others(native: LLM) -> None:
     empty_cache(native)
     draft(native, expected, ["right", "half"])
     native.generate(PROMPTS, params, progress=False)
-    scheduler_of(native).draft(None)
+    draft_with(scheduler_of(native), None)
     for prompt, answer in zip(PROMPTS, expected, strict=True):
         ids = [*native._llm.tokenizer.encode(prompt), *answer.token_ids[:18]]
         (rest,) = native.generate([ids], replace(params, max_tokens=10))
@@ -200,10 +200,10 @@ def test_what_is_looked_up_changes_no_answer(native: LLM, asked: str) -> None:
         alone = [answer for prompt in prompts for answer in native.generate(prompt, params)]
         return bits(alone) + bits(native.generate(prompts, params, progress=False))
 
-    scheduler.draft(None)
+    draft_with(scheduler, None)
     expected = ask()
     before = scheduler.requests.drafted_tokens, scheduler.requests.accepted_drafts
-    scheduler.draft(Drafting(Willing(), engine.backend.traits.most_drafts))
+    draft_with(scheduler, Drafting(Willing(), engine.backend.traits.most_drafts))
     assert ask() == expected
     assert ask() == expected  # now with recent answers to look up in
     assert scheduler.drafting.alive

@@ -151,3 +151,8 @@ def new_sequence(prompt: list[int], tenant: Tenant = A) -> Answer:
         tenant=tenant,
     )
     return request.sequences[0]
+
+
+def draft_with(scheduler: Scheduler, drafting: Drafting | None) -> None:
+    """From now on; None: not at all."""
+    scheduler.planner.drafting = scheduler.requests.drafting = drafting

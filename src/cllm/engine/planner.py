@@ -72,7 +72,7 @@ class Planner:
     ) -> None:
         """`whole_prompts`: a prompt is computed in one step, however long it is."""
         self.budget = budget
-        self.max_running = max_running
+        self._max_running = max_running
         self._kv = kv
         self._requests = requests
         self._faults = faults
@@ -93,7 +93,7 @@ class Planner:
         if self._held_up and self._held_up >= sum(sequence.chooser.constraint is None for sequence in rows):
             # A step now and another one for them would take twice as long as one for all.
             return Plan()
-        if len(self._requests.waiting) and len(self._requests.running) < self.max_running:
+        if len(self._requests.waiting) and len(self._requests.running) < self._max_running:
             self._admit()
             self._partition_running(rows, prompts)  # again: making room may have cost some sequences their memory
         self._kv.arrange()
@@ -301,7 +301,7 @@ class Planner:
         in_progress = [sequence for sequence in self._requests.running if sequence.uncomputed > 1]
         looked_at = 0
         try:
-            while looked_at < ADMIT_SCAN and len(self._requests.running) < self.max_running:
+            while looked_at < ADMIT_SCAN and len(self._requests.running) < self._max_running:
                 sequence = self._requests.waiting.pop()
                 if sequence is None:
                     break

@@ -8,7 +8,6 @@ outputs wait in `take_outputs` however the step goes on.
 from __future__ import annotations
 
 import heapq
-import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -45,9 +44,9 @@ class Requests:
         kv: KVManager,
         doubt: MemoryDoubt,
         *,
-        ageing_s: float = 10.0,
-        drafting: Drafting | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        ageing_s: float,
+        drafting: Drafting | None,
+        clock: Callable[[], float],
     ) -> None:
         self._kv = kv
         self._doubt = doubt

@@ -59,10 +59,6 @@ class Scheduler:
     def drafting(self) -> Drafting | None:
         return self.planner.drafting
 
-    def draft(self, drafting: Drafting | None) -> None:
-        """Draft in another way from now on, or not at all."""
-        self.planner.drafting = self.requests.drafting = drafting
-
     def schedule(self) -> Plan:
         return self.planner.schedule()
 
