@@ -57,9 +57,6 @@ class KVManager(ABC):
     token_s: float = 0.0
     """Seconds to compute a token, as the engine measures it; 0: unknown."""
 
-    awaits_memory: bool = False
-    """A sequence could not be admitted, but may be once other models give memory back."""
-
     on_eviction: EvictionListener | None = None
 
     on_arrival: Callable[[], None] | None = None
@@ -77,6 +74,14 @@ class KVManager(ABC):
         before `admit`, until it says False; other sequences may be admitted meanwhile. A sequence that stops waiting
         need not say so."""
         return False
+
+    @property
+    def awaits_memory(self) -> bool:
+        """Whether a sequence could not be admitted, but may be once other models give memory back."""
+        return False
+
+    def nobody_waits(self) -> None:  # noqa: B027 - most have nothing to do
+        """The sequence that could not be admitted is gone."""
 
     @property
     def loading(self) -> int:
@@ -258,6 +263,11 @@ class KVManager(ABC):
             if seen >= CHECK_SLICE:
                 yield seen
                 seen = 0
+
+    def _notify_arrival(self) -> None:
+        """From other threads, too."""
+        if self.on_arrival is not None:
+            self.on_arrival()
 
     def _tell_eviction(self, count: int, seconds: float) -> None:
         """A failing listener must not disturb the cache, which is in the middle of an operation."""

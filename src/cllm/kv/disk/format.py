@@ -27,7 +27,7 @@ from enum import IntEnum
 from cllm.kv.block_names import NAME_BYTES
 
 PAGE = 4096
-VERSION = 1
+VERSION = 2
 SEQUENCE_PIECE = 1 << 20
 MOST_HEADER_BYTES = 16 << 20
 SUFFIX = ".kv"

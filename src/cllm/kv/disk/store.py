@@ -2,7 +2,7 @@
 
     store = DiskStore(Path("~/.cache/cllm/kv"), limit=2 << 30)
     model = store.open_model(fingerprint(...), block_tokens=16, block_bytes=368_640, about={"model": "smollm2"})
-    root  = model.root(salt)
+    root  = root_name(space)
     names = chain(root, tokens, 16)
     model.put(root, 0, names, blocks)             copied, written when there is time
     model.held(names)                             how many, from the first on, are on disk
@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.kv.block_names import TOKEN_BYTES, root_name, tail_name
+from cllm.kv.block_names import TOKEN_BYTES, tail_name
 from cllm.kv.disk.catalog import Catalog, ModelEntry, folder_of
 from cllm.kv.disk.directory import Directory
 from cllm.kv.disk.files import Files
@@ -235,10 +235,6 @@ class ModelStore:
     def ready(self, timeout: float | None = 0.0) -> bool:
         """Whether the directory has been read."""
         return self._model.ready.is_set() or self._model.ready.wait(timeout)
-
-    def root(self, salt: bytes = b"") -> bytes:
-        """The root of chains, for all that share the salt."""
-        return root_name(self._model.fingerprint, salt)
 
     def held(self, names: Sequence[bytes]) -> int:
         """How many of these blocks, from the first on, are on disk."""

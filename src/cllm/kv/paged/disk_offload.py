@@ -1,8 +1,8 @@
 """Which blocks are written to disk, and when.
 
 A sequence that ends becomes a candidate if its prefix is worth writing: it is long, or was reused. A long-running one
-becomes a candidate earlier, and again whenever it has grown enough. A candidate is only the tokens: they are looked up
-in the tree when there is time, so blocks may be moved or evicted meanwhile. Handing a block to the store copies it on
+becomes a candidate earlier, and again whenever it has grown enough. A candidate is only tokens and names: the blocks are
+looked up in the tree when there is time, so they may be moved or evicted meanwhile. Handing a block to the store copies it on
 the engine's thread, so this happens a few blocks at a time, between steps.
 """
 
@@ -15,13 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.kv.block_names import TOKEN_BYTES, chain, root_name
+from cllm.kv.block_names import root_name
 from cllm.kv.disk.store import ModelStore
 from cllm.kv.ops import BlockBytes
 from cllm.kv.paged.arena import Arena
 from cllm.kv.paged.block_table import BlockNode, allocation_of
-from cllm.kv.paged.prefix_cache import name_before
-from cllm.kv.radix import COMMON_SPACE
 from cllm.kv.sequence import KVSequence
 from cllm.kv.throughput import RecentThroughput
 from cllm.kv.tiers.disk_tier import DiskTier
@@ -48,24 +46,25 @@ RESCUE_S = 0.002
 
 
 class OffloadCandidate:
-    __slots__ = ("common", "done", "key", "names", "owner", "tree_names")
+    __slots__ = ("common", "done", "key", "looked", "names", "owner", "root")
 
-    def __init__(self, owner: bytes, key: bytes, common: int) -> None:
+    def __init__(self, owner: bytes, key: bytes, names: list[bytes], common: int) -> None:
         self.owner = owner
         self.key = key
+        self.names = names
+        self.root = root_name(owner, names[common - 1]) if common else root_name(owner)
+        """What its first own block follows."""
         self.common = common
         """Leading blocks that belong to the common space."""
-        self.names: list[bytes] = []
-        self.tree_names: list[bytes] = []
         self.done = common
         """Leading blocks that need no writing: on disk, queued, or common."""
+        self.looked = False
+        """Whether it is known how many are on disk already."""
 
-    def name_in_tree(self, block_tokens: int) -> None:
-        """Compute the blocks' names in the tree, which differ from those on disk."""
-        at = self.common * block_tokens * TOKEN_BYTES
-        common = chain(root_name(b"", COMMON_SPACE), self.key[:at], block_tokens)
-        before = name_before(common[-1] if common else b"", COMMON_SPACE, self.owner)
-        self.tree_names = [*common, *chain(before, self.key[at:], block_tokens)]
+    @property
+    def before(self) -> bytes:
+        """The name of the block before the next one to write."""
+        return self.names[self.done - 1] if self.done > self.common else self.root
 
 
 class DiskOffloader:
@@ -99,9 +98,11 @@ class DiskOffloader:
         blocks = self._worth(own)
         if blocks and len(self._candidates) < MOST_CANDIDATES and self._disk.pays:
             common = held.indexed - sum(len(node.value) for node in own)
-            tokens = (common + blocks) * self._disk.block_tokens
-            self.take([OffloadCandidate(sequence.space, sequence.tokens[:tokens].tobytes(), common)])
-            held.offered = common + blocks
+            end = common + blocks
+            key = sequence.tokens[: end * self._disk.block_tokens].tobytes()
+            names = [name for node in reversed(list(held.node.path())) for name in node.names][:end]
+            self.take([OffloadCandidate(sequence.space, key, names, common)])
+            held.offered = end
 
     def offer_standing(self, sequences: Iterable[KVSequence]) -> None:
         """Offer what running sequences have computed so far, without waiting for their ends."""
@@ -116,7 +117,7 @@ class DiskOffloader:
     def take(self, candidates: list[OffloadCandidate]) -> None:
         for candidate in candidates[: MOST_CANDIDATES - len(self._candidates)]:
             self._candidates.append(candidate)
-            self.blocks += len(candidate.key) // (TOKEN_BYTES * self._disk.block_tokens) - candidate.done
+            self.blocks += len(candidate.names) - candidate.done
 
     def _worth(self, path: list[BlockNode]) -> int:
         """How many blocks of a path are worth writing: all if there are many, else those that were reused."""
@@ -174,8 +175,8 @@ class DiskOffloader:
     def _advance(self, candidate: OffloadCandidate, model_store: ModelStore, most: int) -> bool:
         """Hand over some blocks, or drop a candidate that has none left. False: the store takes nothing now."""
         tier = self._disk
-        if not candidate.names:
-            candidate.names = tier.names(model_store, candidate.owner, candidate.key)
+        if not candidate.looked:
+            candidate.looked = True
             self._progress(candidate, model_store.held(candidate.names[candidate.done :]))
             if candidate.done == len(candidate.names):
                 model_store.used(candidate.names[-1])
@@ -189,10 +190,8 @@ class DiskOffloader:
             self._next()
             return True
         end = candidate.done + len(content)
-        before = candidate.names[candidate.done - 1] if candidate.done else model_store.root(candidate.owner)
-        kept = model_store.put(
-            before, candidate.done, candidate.names[candidate.done : end], content, urgent=self._urgent
-        )
+        names = candidate.names[candidate.done : end]
+        kept = model_store.put(candidate.before, candidate.done, names, content, urgent=self._urgent)
         self._throughput.add(kept * tier.block_bytes, self._clock() - started)
         self._progress(candidate, kept)
         if kept:
@@ -203,9 +202,7 @@ class DiskOffloader:
     def _content(self, candidate: OffloadCandidate, blocks: list[int], most: int) -> Sequence[NDArray[np.uint8]] | None:
         """The content of a candidate's next blocks, as far as they still exist. None: being copied to host memory."""
         if self.host is not None and self.host.usable:
-            if not candidate.tree_names:
-                candidate.name_in_tree(self._disk.block_tokens)
-            return self.host.contents(candidate.tree_names[candidate.done :], blocks, most)
+            return self.host.contents(candidate.names[candidate.done :], blocks, most)
         ops = self._arena.ops
         assert isinstance(ops, BlockBytes)
         return ops.read_blocks(blocks[:most]) if blocks else []
@@ -217,7 +214,7 @@ class DiskOffloader:
     def _next(self) -> None:
         """Drop the first candidate."""
         candidate = self._candidates.popleft()
-        self.blocks -= len(candidate.key) // (TOKEN_BYTES * self._disk.block_tokens) - candidate.done
+        self.blocks -= len(candidate.names) - candidate.done
 
     def drain(self, seconds: float) -> None:
         """Hand over all candidates, for at most `seconds`, at shutdown."""
