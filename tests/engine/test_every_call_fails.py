@@ -240,7 +240,7 @@ def second_wave(rig: Rig) -> None:
     rig.submit("first of", 2)
     rig.run()
     if not rig.fault.number:
-        assert rig.machine.kv._resizes == 2  # type: ignore[attr-defined]
+        assert rig.machine.kv.resizer.resizes == 2  # type: ignore[attr-defined]
 
 
 @pytest.mark.model

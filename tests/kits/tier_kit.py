@@ -70,7 +70,7 @@ class Cache:
 
     def lose(self, units: int) -> None:
         """Memory is needed: so many blocks of what is cached go."""
-        self.kv._evict(units)
+        self.kv.room.evict(units)
 
     def ask(self, tokens: list[int], space: bytes = b"") -> KVSequence:
         sequence = KVSequence(tokens, space=space)
@@ -293,13 +293,13 @@ class SlotCache(Cache):
 
     def assert_sound(self) -> None:
         super().assert_sound()
-        coming = sum(buffer.nbytes for load in self.kv._loads for buffer in load.buffers)
-        assert self.kv._coming_bytes == coming
-        assert self.kv._store.bytes + coming <= self.kv._store_bytes
+        coming = sum(buffer.nbytes for load in self.kv.loads.queue for buffer in load.buffers)
+        assert self.kv.places.coming_bytes == coming
+        assert self.kv.places.store.bytes + coming <= self.kv.places.store_bytes
 
     def lose(self, units: int) -> None:
         """Held sequences go to the store, and some of those, or all, go from there."""
-        for slot, entry in enumerate(self.kv._slots):
+        for slot, entry in enumerate(self.kv.places.slots):
             if entry is not None and entry.owner is None:
-                self.kv._vacate(slot)
-        self.kv._make_room(0, max(0, self.kv._store.bytes - 40 * units))
+                self.kv.room.vacate(slot)
+        self.kv.room.make_room(0, max(0, self.kv.places.store.bytes - 40 * units))

@@ -37,23 +37,23 @@ from repository import KITS
 # -- names ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_name_depends_on_the_model_the_salt_and_every_token_before() -> None:
+def test_a_name_depends_on_the_space_and_every_token_before() -> None:
     tokens = array("i", range(64))
-    names = chain(root_name(MODEL), tokens, 16)
+    names = chain(root_name(), tokens, 16)
     assert len(set(names)) == 4
     for changed in range(64):
         other = tokens[:]
         other[changed] += 1
-        others = chain(root_name(MODEL), other, 16)
+        others = chain(root_name(), other, 16)
         equal = [name == other_name for name, other_name in zip(names, others, strict=True)]
         assert equal == [number < changed // 16 for number in range(4)]
-    assert not set(names) & set(chain(root_name(MODEL, b"tenant"), tokens, 16))
-    assert not set(names) & set(chain(root_name(fingerprint(b"another model", {})), tokens, 16))
+    assert not set(names) & set(chain(root_name(b"tenant"), tokens, 16))
+    assert not set(names) & set(chain(root_name(b"tenant", names[0]), tokens, 16))
 
 
 def test_a_chain_can_be_continued() -> None:
     tokens = np.arange(100, dtype=np.int32)
-    root = root_name(MODEL)
+    root = root_name()
     whole = chain(root, tokens, 16)
     assert len(whole) == 6
     begun = chain(root, tokens[:48], 16)
@@ -117,7 +117,7 @@ def test_blocks_may_come_one_by_one_and_backwards(tmp_path: Path) -> None:
     model_store = open_model_store(store)
     names = names_of(model_store, long_prompt(10))
     for number in reversed(range(10)):
-        parent = names[number - 1] if number else model_store.root()
+        parent = names[number - 1] if number else root_name()
         assert model_store.put(parent, number, [names[number]], [content(names[number])]) == 1
     store.work()
     assert len(segments(tmp_path)) == 1
@@ -157,7 +157,7 @@ def test_a_block_of_another_size_is_refused(tmp_path: Path) -> None:
     model_store = open_model_store(store)
     names = names_of(model_store, long_prompt(1))
     with pytest.raises(ValueError, match="599 bytes, not 600"):
-        model_store.put(model_store.root(), 0, names, [bytes(599)])
+        model_store.put(root_name(), 0, names, [bytes(599)])
     assert store.writer.queued_bytes == 0
 
 
@@ -199,7 +199,7 @@ def test_models_and_tenants_do_not_see_each_other(tmp_path: Path) -> None:
     put(model_store, names)
     store.work()
     assert other.held(names) == 0
-    tenant = chain(model_store.root(b"a tenant's salt"), array("i", long_prompt(4)), BLOCK_TOKENS)
+    tenant = chain(root_name(b"a tenant"), array("i", long_prompt(4)), BLOCK_TOKENS)
     assert model_store.held(tenant) == 0
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cllm.kv.block_names import fingerprint
+from cllm.kv.block_names import fingerprint, root_name
 from cllm.kv.disk import payload_writer
 from cllm.kv.disk.format import PAGE
 from cllm.kv.disk.store import DiskStore, ModelStore
@@ -121,7 +121,7 @@ class Scenario:
         model_store = open_model_store(self.store, OTHER, block_bytes=PAGE)
         names = names_of(model_store, long_prompt(2 + turn))
         self.store.writer.throttle.note(self, answering=True)
-        model_store.put(model_store.root(), 0, names, [content(name, PAGE) for name in names], urgent=True)
+        model_store.put(root_name(), 0, names, [content(name, PAGE) for name in names], urgent=True)
         self.now += THROTTLED_LINGER_S
         while self.store.writer.work() == 0.0:
             pass

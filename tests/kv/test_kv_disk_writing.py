@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cllm.kv.block_names import root_name
 from cllm.kv.disk.catalog import SURVEY_INTERVAL_S
 from cllm.kv.disk.directory import LOCK_NAME
 from cllm.kv.disk.files import Files
@@ -141,7 +142,7 @@ def write_gently(store: Any, model_store: Any, names: list[bytes], size: int) ->
     done = 0
     for _ in range(10 * len(names)):
         store.writer.throttle.note(store, answering=True)
-        parent = names[done - 1] if done else model_store.root()
+        parent = names[done - 1] if done else root_name()
         done += model_store.put(
             parent, done, names[done : done + 1], [content(name, size) for name in names[done : done + 1]]
         )
@@ -224,7 +225,7 @@ def test_what_fits_is_read_straight_into_its_place(tmp_path: Path) -> None:
     store = make_store(tmp_path, limit=1 << 30, files=files)
     model_store = open_model_store(store, block_bytes=LARGE)
     names = names_of(model_store, long_prompt(7))
-    model_store.put(model_store.root(), 0, names, [content(name, LARGE) for name in names])
+    model_store.put(root_name(), 0, names, [content(name, LARGE) for name in names])
     store.work()
     assert load_into(store, model_store, names, LARGE) == 7
     assert files.read_directly == 7 * LARGE
@@ -275,8 +276,8 @@ def test_gently_nothing_is_copied_into_fresh_memory_unless_it_is_urgent(tmp_path
     names = names_of(model_store, long_prompt(3))
     blocks = [content(name) for name in names]
     store.writer.throttle.note(store, answering=True)
-    assert model_store.put(model_store.root(), 0, names, blocks) == 0
-    assert model_store.put(model_store.root(), 0, names, blocks, urgent=True) == 3
+    assert model_store.put(root_name(), 0, names, blocks) == 0
+    assert model_store.put(root_name(), 0, names, blocks, urgent=True) == 3
     store.work()
     assert load(store, model_store, names) == 3
 

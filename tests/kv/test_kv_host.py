@@ -69,7 +69,7 @@ class HostTiers(Tiers):
 class HostWithoutDisk(HostTiers):
     def make_cache(self) -> Cache:
         cache = HostCache(self.directory, files=self.files, rows_at_once=3)
-        cache.kv._disk = cache.kv._offloader = None
+        cache.kv.tiers.disk = cache.kv.offload.to_disk = None
         return cache
 
 
@@ -83,7 +83,7 @@ TestHostTiers.settings = TestHostWithoutDisk.settings = settings(
 @pytest.fixture
 def cache(tmp_path: Path) -> HostCache:
     made = HostCache(tmp_path)
-    made.kv._disk = made.kv._offloader = None
+    made.kv.tiers.disk = made.kv.offload.to_disk = None
     return made
 
 
@@ -139,7 +139,7 @@ def test_what_went_on_from_a_common_prefix_comes_back_behind_it(cache: HostCache
 
 def test_the_limit_is_hard_and_beginnings_stay_longest(tmp_path: Path) -> None:
     cache = HostCache(tmp_path, host_rows=6)
-    cache.kv._disk = cache.kv._offloader = None
+    cache.kv.tiers.disk = cache.kv.offload.to_disk = None
     cache.run(LONG)
     cache.lose(24)
     cache.settle()
@@ -340,7 +340,7 @@ def test_what_was_offered_is_written_at_the_end(tmp_path: Path) -> None:
     cache.rows.copy_out = copy_out  # type: ignore[method-assign]
     cache.kv.drain(60.0)
     cache.store.work()
-    assert copies and cache.store.stats().blocks == 10 and len(cache.kv._offloader or ()) == 0
+    assert copies and cache.store.stats().blocks == 10 and len(cache.kv.offload.to_disk or ()) == 0
 
 
 def test_a_load_that_cannot_begin_leaves_the_disk_to_be_asked(tmp_path: Path) -> None:
@@ -352,10 +352,10 @@ def test_a_load_that_cannot_begin_leaves_the_disk_to_be_asked(tmp_path: Path) ->
     cache.lose(40)
     cache.rows.work()
     cache.kv.maintain(0.0)
-    host, tier = cache.kv._host, cache.kv._disk
-    cache.kv._host = cache.kv._disk = None
+    host, tier = cache.kv.tiers.host, cache.kv.tiers.disk
+    cache.kv.tiers.host = cache.kv.tiers.disk = None
     cache.run([*whole[:20], *range(500, 520)])
-    cache.kv._host, cache.kv._disk = host, tier
+    cache.kv.tiers.host, cache.kv.tiers.disk = host, tier
     cache.rows.fail_at = cache.rows.calls + 1
     assert cache.run(whole) == 56
     cache.assert_sound()
@@ -404,7 +404,7 @@ def test_offers_wait_until_there_are_rows_for_them(tmp_path: Path) -> None:
 def test_blocks_are_moved_again_as_soon_as_they_are_copied(cache: HostCache) -> None:
     cache.run(LONG)
     cache.lose(24)
-    assert cache.kv._arena.pinned == 10
+    assert cache.kv.arena.pinned == 10
     cache.rows.work()
     cache.kv.maintain(0.0)
-    assert cache.kv._arena.pinned == 0
+    assert cache.kv.arena.pinned == 0

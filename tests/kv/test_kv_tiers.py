@@ -71,7 +71,7 @@ def test_what_is_common_is_written_once_and_each_finds_its_own_after_it(cache: C
     later = again(cache, tmp_path)
     assert later.store.stats().blocks == 10 + 2 * 4
     assert later.run(longer, b"one") == 0, "what is common is found by others when it is in memory"
-    later.kv._evict(24)
+    later.kv.room.evict(24)
     assert later.run(LONG[:40], COMMON_SPACE) == 36
     assert later.run(longer, b"three") == 40
     assert later.run(longer, b"two") == 56
@@ -80,7 +80,7 @@ def test_what_is_common_is_written_once_and_each_finds_its_own_after_it(cache: C
 def test_what_was_evicted_comes_back(cache: Cache) -> None:
     cache.run(LONG)
     cache.settle()
-    cache.kv._evict(24)
+    cache.kv.room.evict(24)
     assert cache.kv.peek(cache.ask(LONG).tokens.tobytes()) == 0
     cache.waiting.clear()
     assert cache.run(LONG) == 40
@@ -88,7 +88,7 @@ def test_what_was_evicted_comes_back(cache: Cache) -> None:
 
 def test_offers_are_saved_from_eviction(cache: Cache) -> None:
     cache.run(LONG)
-    cache.kv._evict(24)  # before anything was written
+    cache.kv.room.evict(24)  # before anything was written
     cache.store.work()
     assert cache.run(LONG) == 40
 
@@ -207,7 +207,7 @@ def test_blocks_that_are_read_are_not_moved(cache: Cache, tmp_path: Path) -> Non
     bystander, sequence = later.ask([1, 2, 3]), later.ask(LONG)
     later.admit()
     assert later.running == [bystander] and later.kv.loading == 1
-    (load,) = later.kv._loads
+    (load,) = later.kv.loads.queue
     assert load.holder is not None
     before = list(load.holder.blocks)
     for _ in range(5):
@@ -270,7 +270,7 @@ def test_what_came_is_taken_in_though_memory_is_given_to_others(
     later.admit()
     assert later.kv.loading == 1
     later.store.work()
-    monkeypatch.setattr(later.kv, "_resizer", Busy())
+    monkeypatch.setattr(later.kv, "resizer", Busy())
     assert later.kv.maintain(0.0) and later.kv.loading == 0
 
 
@@ -281,7 +281,7 @@ def test_memory_in_doubt_is_not_passed_over_while_blocks_are_kept(
         raise BackendError("the device is gone", fatal=True)
 
     cache.run(LONG)
-    monkeypatch.setattr(cache.kv._arena.ops, "read_blocks", fail)
+    monkeypatch.setattr(cache.kv.arena.ops, "read_blocks", fail)
     with pytest.raises(BackendError, match="the device is gone"):
         cache.settle()
 
@@ -324,7 +324,7 @@ def test_what_a_slot_is_saved_for_is_saved_once(slots: SlotCache) -> None:
 def test_what_leaves_the_store_goes_to_disk(slots: SlotCache, tmp_path: Path) -> None:
     slots.run(LONG)
     slots.lose(200)  # before it was quiet
-    assert len(slots.kv._store) == 0 and slots.kv.usage().evictable == 0
+    assert len(slots.kv.places.store) == 0 and slots.kv.usage().evictable == 0
     slots.store.work()
     assert slots.run(LONG) == 40
     slots.assert_sound()
@@ -364,7 +364,7 @@ def test_what_has_stood_goes_to_disk_though_others_run(slots: SlotCache, tmp_pat
 def test_what_takes_long_to_save_waits_until_it_is_quiet(slots: SlotCache) -> None:
     slots.run(LONG)
     for _ in range(100):
-        slots.kv._slot_speed.add(1, 1.0)
+        slots.kv.offload._slot_speed.add(1, 1.0)
     slots.ask(prompt(1, 30, 1, 50))
     slots.admit()
     slots.clock.now += 100.0

@@ -141,8 +141,8 @@ def test_slots_can_still_be_taken_when_pins_are_in_the_way() -> None:
     kv.demand = 2
     other = run_to_end(backend, kv, list(range(200, 260)))
     kv.check()
-    assert most_bytes(60, BYTES_PER_TOKEN) * 2 > kv._store_bytes * 0.9
-    assert len(kv._slots) == 2
+    assert most_bytes(60, BYTES_PER_TOKEN) * 2 > kv.places.store_bytes * 0.9
+    assert len(kv.places.slots) == 2
     for sequence in (running, other):
         kv.release(sequence)
 

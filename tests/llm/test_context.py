@@ -82,7 +82,7 @@ async def test_a_long_context_takes_no_more_memory_than_a_short_one(configured: 
     assert (await refusal(long))[1] == (await refusal(short))[1]
     for config in (long, short):
         async with AsyncLLM(config) as llm:
-            upkeep = llm._loaded.scheduler.kv._upkeep.settings  # type: ignore[attr-defined]
+            upkeep = llm._loaded.scheduler.kv.upkeep.settings  # type: ignore[attr-defined]
             assert (upkeep.idle_bytes, upkeep.ahead_bytes) == (16 * MIB, 4 * MIB), "a quarter, whatever the context"
 
 

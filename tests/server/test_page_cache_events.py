@@ -80,7 +80,7 @@ def _counted(llm: AsyncLLM) -> tuple[int, int]:
 def _ends(llm: AsyncLLM) -> list[bytes]:
     kv = llm._loaded.scheduler.kv
     assert isinstance(kv, PagedKVManager)
-    return [node.names[-1] for node in kv._prefixes.tree.nodes()]
+    return [node.names[-1] for node in kv.arena.prefixes.tree.nodes()]
 
 
 async def test_slots_tell_the_blocks_that_their_sequences_spell() -> None:
@@ -116,7 +116,7 @@ async def test_a_listener_goes_with_the_last_watcher() -> None:
     async with page_of() as (llm, app):
         kv = llm._loaded.scheduler.kv
         assert isinstance(kv, PagedKVManager)
-        listeners = kv._arena.events._listeners
+        listeners = kv.arena.events._listeners
         async with reading(app.url) as events:
             await anext(events)
             assert len(listeners) == 1

@@ -510,7 +510,7 @@ async def test_what_cannot_be_pinned_again_is_given_up(
     async with AsyncLLM(config) as llm:
         create_app(llm, config)
         await warm_up(llm, config.kv.warm, lambda shared: ANONYMOUS)
-        monkeypatch.setattr(llm._loaded.scheduler.kv._pins, "limit_bytes", 0)  # type: ignore[attr-defined]
+        monkeypatch.setattr(llm._loaded.scheduler.kv.pins.all, "limit_bytes", 0)  # type: ignore[attr-defined]
         await lose_memory(llm)
         for _ in range(500):
             if not await llm.lost_pins():

@@ -246,7 +246,7 @@ class Engine:
             self._refuse_waiting()
         scheduler.doubt.raise_if_any()
         if not (scheduler.requests.has_work or self._stepper.under_way):
-            scheduler.kv.awaits_memory = False  # the sequence that waited is gone
+            scheduler.kv.nobody_waits()
             if self._time_share is not None:
                 self._time_share.rest()
             return False

@@ -1,9 +1,9 @@
 """Which blocks are written to disk, and when.
 
 A sequence that ends becomes a candidate if its prefix is worth writing: it is long, or was reused. A long-running one
-becomes a candidate earlier, and again whenever it has grown enough. A candidate is only tokens and names: the blocks are
-looked up in the tree when there is time, so they may be moved or evicted meanwhile. Handing a block to the store copies it on
-the engine's thread, so this happens a few blocks at a time, between steps.
+becomes a candidate earlier, and again whenever it has grown enough. A candidate is only tokens and names: the blocks
+are looked up in the tree when there is time, so they may be moved or evicted meanwhile. Handing a block to the store
+copies it on the engine's thread, so this happens a few blocks at a time, between steps.
 """
 
 from __future__ import annotations

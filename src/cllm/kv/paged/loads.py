@@ -63,8 +63,7 @@ class BlockLoads:
 
     def _flush(self) -> None:
         self._settle()
-        if self._tiers.disk is not None:
-            self._tiers.disk.store.flush(0.0)
+        self._tiers.flush()
 
     def _count(self) -> None:
         """Update which blocks must not move."""

@@ -60,7 +60,9 @@ class BlockOffload:
         if host is not None and host.usable:
             leaving = list(prefixes.next_to_go(count))
             leaving.reverse()  # parents before children, as in every chain
-            host.keep([name for names, _ in leaving for name in names], [block for _, part in leaving for block in part])
+            host.keep(
+                [name for names, _ in leaving for name in names], [block for _, part in leaving for block in part]
+            )
             self.count_copies()
         elif to_disk is not None and to_disk.blocks > prefixes.evictable - count:
             to_disk.rescue(self._time(RESCUE_S, RESCUE_S))

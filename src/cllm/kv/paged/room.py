@@ -1,6 +1,6 @@
 """Room in the arena: every block is taken here, and evicted here when there is no free one.
 
-    evict ──► offload.before_eviction: to host memory or disk, if worth it ──► the tree forgets the blocks ──► told
+evict ──► offload.before_eviction: to host memory or disk, if worth it ──► the tree forgets the blocks ──► told
 """
 
 from __future__ import annotations

@@ -42,6 +42,11 @@ class Tiers:
         if self.host is not None:
             self.host.token_s = token_s
 
+    def flush(self) -> None:
+        """Have what is queued for the disk written now, without waiting for that."""
+        if self.disk is not None:
+            self.disk.store.flush(0.0)
+
     def throttle_writes(self, busy: bool) -> None:
         """Throttle the writer while sequences run."""
         if self.disk is not None:
