@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
+import zlib
 from array import array
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 from cllm.kv.block_names import chain, fingerprint, root_name
-from cllm.kv.disk.format import PAGE
+from cllm.kv.disk.format import PAGE, VERSION
 from cllm.kv.disk.store import DiskStore
 from disk_kit import (
     BLOCK_BYTES,
@@ -201,6 +202,58 @@ def test_models_and_tenants_do_not_see_each_other(tmp_path: Path) -> None:
     assert other.held(names) == 0
     tenant = chain(root_name(b"a tenant"), array("i", long_prompt(4)), BLOCK_TOKENS)
     assert model_store.held(tenant) == 0
+
+
+def test_models_that_write_blocks_of_one_name_at_once_do_not_mix_them(tmp_path: Path) -> None:
+    """Names do not depend on the model: what one of them writes must not be joined to what the other has begun."""
+    store = make_store(tmp_path)
+    ours, other = open_model_store(store), open_model_store(store, fingerprint(b"another model's files", {}))
+    names = names_of(ours, long_prompt(4))
+    ours.put(root_name(), 0, names[:2], [content(name) for name in names[:2]])
+    assert put(ours, names[:3], 2) == 1
+    other.put(names[1], 2, names[2:], [content(name)[::-1] for name in names[2:]])
+    store.work()
+    assert (ours.held(names), other.held(names), other.held(names[2:])) == (3, 0, 2)
+    assert load(store, ours, names[:3]) == 3
+    buffers = [np.zeros(BLOCK_BYTES, np.uint8) for _ in names[2:]]
+    ticket = other.load(names[2:], buffers)
+    store.work()
+    assert ticket.complete
+    assert [buffer.tobytes() for buffer in buffers] == [content(name)[::-1] for name in names[2:]]
+
+
+def change_version(path: Path, version: int) -> None:
+    page = bytearray(path.read_bytes()[: PAGE - 4])
+    page[8:12] = version.to_bytes(4, "little")
+    with path.open("r+b") as file:
+        file.write(page + zlib.crc32(page).to_bytes(4, "little"))
+
+
+def test_what_an_older_version_wrote_is_removed_and_a_newer_versions_left_alone(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    ours, gone = open_model_store(store), open_model_store(store, fingerprint(b"a model that is not used any more", {}))
+    prompts = [long_prompt(4, start) for start in (0, 100, 200)]
+    for prompt in prompts:
+        put(ours, names_of(ours, prompt))
+        store.work()
+    put(gone, names_of(gone, prompts[0]))
+    store.work()
+    store.close()
+    (gone_folder,) = {path.parent for path in segments(tmp_path)} - {tmp_path / MODEL[:16].hex()}
+    old, new, same = sorted((tmp_path / MODEL[:16].hex()).iterdir())
+    change_version(old, VERSION - 1)
+    change_version(new, VERSION + 1)
+    change_version(next(gone_folder.iterdir()), VERSION - 1)
+
+    store = make_store(tmp_path)
+    ours = open_model_store(store)
+    assert segments(tmp_path) == [new, same] and not gone_folder.exists()
+    assert sorted(ours.held(names_of(ours, prompt)) for prompt in prompts) == [0, 0, 4]
+    assert store.stats().counts["outdated"] == 2
+    for prompt in prompts:
+        assert put(ours, names_of(ours, prompt)) == 4
+    store.work()
+    assert [load(store, ours, names_of(ours, prompt)) for prompt in prompts] == [4, 4, 4]
 
 
 # -- the limit -----------------------------------------------------------------------------------------------------

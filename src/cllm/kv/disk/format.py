@@ -53,6 +53,10 @@ class OtherVersionError(Exception):
     """A segment in another version of the format: not usable, but not damaged."""
 
 
+class OutdatedError(OtherVersionError):
+    """An earlier version, which nobody reads any more."""
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
     fingerprint: bytes
@@ -84,7 +88,7 @@ def decode_segment_header(page: bytes) -> SegmentHeader:
         raise DamagedError("its header is damaged")
     _, version, kind, fingerprint, identity, size, tokens, first, parent, length = _SEGMENT.unpack_from(page)
     if version != VERSION:
-        raise OtherVersionError(f"version {version} of the format")
+        raise (OutdatedError if version < VERSION else OtherVersionError)(f"version {version} of the format")
     try:
         about = json.loads(page[_SEGMENT.size : _SEGMENT.size + length])
         return SegmentHeader(fingerprint, identity, Kind(kind), size, tokens, first, parent, dict(about))

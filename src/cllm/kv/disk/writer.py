@@ -137,7 +137,7 @@ class Writer:
             self._busy = True
         self.throttle.begin()
         try:
-            lost: set[bytes] = set()
+            lost: set[tuple[str, bytes]] = set()
             for item in self._in_order(items):
                 self._write_or_give_up(item, lost)
         finally:
@@ -192,14 +192,15 @@ class Writer:
             yield from run.parts(most_names(run.model.block_bytes, self._record_bytes))
         yield from (item for item in items if isinstance(item, SavedSequence))
 
-    def _write_or_give_up(self, item: BlockRun | SavedSequence, lost: set[bytes]) -> None:
+    def _write_or_give_up(self, item: BlockRun | SavedSequence, lost: set[tuple[str, bytes]]) -> None:
         """Afterwards it is out of the queue, whatever happens. What follows a `lost` block is not written."""
         written = False
         try:
             if isinstance(item, SavedSequence):
                 written = self._may_write() and self._write_sequence(item)
             else:
-                written = self._may_write() and item.parent not in lost and self._append(item)
+                follows_lost = (item.model.folder, item.parent) in lost
+                written = self._may_write() and not follows_lost and self._append(item)
         except BusyError as error:
             log.debug("%s", error)
         except OSError as error:
@@ -212,7 +213,7 @@ class Writer:
                 self._catalog.counts["unwritten_bytes"] += 0 if written else item.nbytes
                 if isinstance(item, BlockRun):
                     if not written:
-                        lost.add(item.names[-1])
+                        lost.add((item.model.folder, item.names[-1]))
                     item.model.pending.difference_update(item.names)
                     self._staging.give_back(item.blocks)
                 else:
