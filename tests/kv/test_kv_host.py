@@ -69,7 +69,7 @@ class HostTiers(Tiers):
 class HostWithoutDisk(HostTiers):
     def make_cache(self) -> Cache:
         cache = HostCache(self.directory, files=self.files, rows_at_once=3)
-        cache.kv.tiers.disk = cache.kv.offload.to_disk = None
+        cache.kv.tiers.disk = None
         return cache
 
 
@@ -83,7 +83,7 @@ TestHostTiers.settings = TestHostWithoutDisk.settings = settings(
 @pytest.fixture
 def cache(tmp_path: Path) -> HostCache:
     made = HostCache(tmp_path)
-    made.kv.tiers.disk = made.kv.offload.to_disk = None
+    made.kv.tiers.disk = None
     return made
 
 
@@ -139,7 +139,7 @@ def test_what_went_on_from_a_common_prefix_comes_back_behind_it(cache: HostCache
 
 def test_the_limit_is_hard_and_beginnings_stay_longest(tmp_path: Path) -> None:
     cache = HostCache(tmp_path, host_rows=6)
-    cache.kv.tiers.disk = cache.kv.offload.to_disk = None
+    cache.kv.tiers.disk = None
     cache.run(LONG)
     cache.lose(24)
     cache.settle()
@@ -340,7 +340,7 @@ def test_what_was_offered_is_written_at_the_end(tmp_path: Path) -> None:
     cache.rows.copy_out = copy_out  # type: ignore[method-assign]
     cache.kv.drain(60.0)
     cache.store.work()
-    assert copies and cache.store.stats().blocks == 10 and len(cache.kv.offload.to_disk or ()) == 0
+    assert copies and cache.store.stats().blocks == 10 and len(cache.kv.offload.to_disk) == 0
 
 
 def test_a_load_that_cannot_begin_leaves_the_disk_to_be_asked(tmp_path: Path) -> None:

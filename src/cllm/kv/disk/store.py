@@ -61,7 +61,8 @@ class DiskStats:
     trouble: str | None
     """Why nothing is written now."""
     counts: Mapping[str, int]
-    """damaged, torn, misplaced, vanished, outdated, foreign: files. unwritten_bytes, evicted_bytes. read_errors, write_errors."""
+    """damaged, torn, misplaced, vanished, outdated, foreign: files. unwritten_bytes, evicted_bytes.
+    read_errors, write_errors."""
 
 
 class DiskStore:

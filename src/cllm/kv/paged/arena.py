@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from cllm.kv.events import KVEvents
-from cllm.kv.ops import BlockGeometry, BlockOps, Move
+from cllm.kv.ops import BlockBytes, BlockGeometry, BlockOps, Move
 from cllm.kv.paged.block_table import BlockAllocation, allocation_of, own_blocks
 from cllm.kv.paged.extents import extent_blocks
 from cllm.kv.paged.holder_ids import HolderIds
@@ -54,6 +55,13 @@ class Arena:
         )
         self.events.cleared()
         self.running = {}
+
+    @cached_property
+    def content(self) -> BlockBytes:
+        """Blocks as bytes, with tiers below. Kept: it is asked for in every step, and comparing with a protocol takes
+        as long as planning one."""
+        assert isinstance(self.ops, BlockBytes)
+        return self.ops
 
     @property
     def extent_bytes(self) -> int:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 from cllm.errors import BackendError, describe
 from cllm.kv.block_names import TOKEN_BYTES, chain
-from cllm.kv.ops import BlockBytes
 from cllm.kv.paged.arena import Arena
 from cllm.kv.paged.block_table import BlockMatch
 from cllm.kv.paged.offload import BlockOffload
@@ -49,7 +48,11 @@ class BlockLoads:
         return look_at if deadline is None else min(look_at, deadline)
 
     def end(self, seconds: float) -> None:
-        self.queue.end(seconds, self._flush)
+        def flush() -> None:
+            self._settle()
+            self._tiers.flush()
+
+        self.queue.end(seconds, flush)
 
     def forget(self) -> None:
         self.queue.forget()
@@ -60,10 +63,6 @@ class BlockLoads:
         if self._tiers.host is not None:
             self._tiers.host.settle()
             self._offload.count_copies()
-
-    def _flush(self) -> None:
-        self._settle()
-        self._tiers.flush()
 
     def _count(self) -> None:
         """Update which blocks must not move."""
@@ -133,7 +132,7 @@ class BlockLoads:
         load = self._load(sequence, found, names, wait_s)
 
         def begin(blocks: list[int]) -> Transfer:
-            load.buffers = self._bytes.landing(blocks)
+            load.buffers = self._arena.content.landing(blocks)
             return model_store.load(names, load.buffers, lambda _: disk.notify())
 
         try:
@@ -198,7 +197,7 @@ class BlockLoads:
         assert disk is not None
         try:
             if loaded:
-                self._bytes.land(own[:loaded], load.buffers[:loaded])
+                self._arena.content.land(own[:loaded], load.buffers[:loaded])
                 disk.worked()
         except BackendError as error:
             disk.fault("loading blocks from disk", error)
@@ -214,9 +213,3 @@ class BlockLoads:
             self._tables.end(holder)
         except Exception as error:
             raise BackendError(f"releasing loaded blocks failed: {describe(error)}", fatal=True) from error
-
-    @property
-    def _bytes(self) -> BlockBytes:
-        ops = self._arena.ops
-        assert isinstance(ops, BlockBytes)
-        return ops

@@ -47,8 +47,6 @@ from cllm.kv.view import KVView
 
 
 class PagedKVManager(KVManager):
-    verifies = False
-
     def __init__(
         self,
         ops: BlockOps,
@@ -121,12 +119,10 @@ class PagedKVManager(KVManager):
     def use_disk(self, tier: DiskTier) -> None:
         """From now on keep K/V on disk, and find them there."""
         self.tiers.use_disk(tier)
-        self.offload.use_disk(tier)
 
     def use_host(self, host: HostTier) -> None:
         """From now on keep evicted blocks in host memory, and find them there."""
         self.tiers.host = host
-        self.offload.use_host(host)
 
     # -- admission ---------------------------------------------------------------------------------------------
 
@@ -158,9 +154,6 @@ class PagedKVManager(KVManager):
             self._hit += sequence.num_computed
         return sequence.num_computed
 
-    def arrange(self) -> None:
-        """Nothing to do: steps take blocks in any order."""
-
     def grow(self, sequence: KVSequence, count: int) -> bool:
         return sequence.end + count <= sequence.room or self.tables.grow(sequence, count)
 
@@ -176,16 +169,10 @@ class PagedKVManager(KVManager):
     def commit(self, sequence: KVSequence) -> None:
         self.arena.commit(sequence)
 
-    def verify(self, sequence: KVSequence) -> None:
-        """Positions exist only in the block table; there is nothing to compare with."""
-
-    def rewind(self, sequence: KVSequence) -> None:
-        """Nothing to do: what was written lies in private blocks and will be overwritten."""
-
     def release(self, sequence: KVSequence, *, keep: bool = True) -> None:
         if keep:
             self.arena.commit(sequence)
-            self.offload.offer(sequence)
+            self.offload.to_disk.offer(sequence)
         self.tables.end(sequence)
 
     # -- pins, events, ranges ----------------------------------------------------------------------------------
@@ -253,13 +240,14 @@ class PagedKVManager(KVManager):
             self.upkeep.due_at(),
             self.tiers.look_at(),
             self.loads.due_at(),
-            self.offload.due_at(),
+            self.offload.to_disk.due_at(),
             self.pins.all.next_at,
         )
         return min((moment for moment in moments if moment is not None), default=None)
 
     def drain(self, seconds: float) -> None:
-        self.offload.drain(seconds)
+        self.tiers.throttle_writes(False)
+        self.offload.to_disk.drain(seconds)
         self.loads.end(seconds)
 
     def reset(self) -> None:

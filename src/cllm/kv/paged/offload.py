@@ -4,15 +4,10 @@ from host memory or from the arena."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cached_property
 
-from cllm.kv.ops import BlockBytes
 from cllm.kv.paged.arena import Arena
-from cllm.kv.paged.disk_offload import RESCUE_S, DiskOffloader
-from cllm.kv.sequence import KVSequence
-from cllm.kv.tiers.disk_tier import DiskTier
+from cllm.kv.paged.disk_offload import RESCUE_S, DiskOffload
 from cllm.kv.tiers.host_tier import HostTier
-from cllm.kv.tiers.loads import LoadingSequence
 from cllm.kv.tiers.tiers import Tiers
 
 BUSY_SHARE = 0.2
@@ -28,27 +23,17 @@ AHEAD_AT_ONCE_BYTES = 64 << 20
 
 class BlockOffload:
     def __init__(self, arena: Arena, tiers: Tiers, clock: Callable[[], float]) -> None:
-        self.to_disk: DiskOffloader | None = None
+        self.to_disk = DiskOffload(arena, tiers, clock)
         self._arena = arena
         self._tiers = tiers
-        self._clock = clock
         self._ahead_state = (-1, -1, -1)
         """The arena's state when everything due for eviction was copied."""
-
-    def use_disk(self, tier: DiskTier) -> None:
-        self.to_disk = DiskOffloader(self._arena, tier, self._clock)
-        self.to_disk.host = self._tiers.host
-
-    def use_host(self, host: HostTier) -> None:
-        if self.to_disk is not None:
-            self.to_disk.host = host
 
     def restart(self) -> None:
         """The arena is new and empty."""
         if self._tiers.host is not None:
             self._tiers.host.restart()
-        if self.to_disk is not None:
-            self.to_disk.clear()
+        self.to_disk.clear()
         self.count_copies()
 
     # -- blocks about to go ------------------------------------------------------------------------------------
@@ -56,7 +41,7 @@ class BlockOffload:
     def before_eviction(self, count: int) -> None:
         """`count` blocks are about to be evicted: copy them to host memory, or write candidates, which may be among
         them, to disk."""
-        host, to_disk, prefixes = self._tiers.host, self.to_disk, self._arena.prefixes
+        host, prefixes = self._tiers.host, self._arena.prefixes
         if host is not None and host.usable:
             leaving = list(prefixes.next_to_go(count))
             leaving.reverse()  # parents before children, as in every chain
@@ -64,8 +49,8 @@ class BlockOffload:
                 [name for names, _ in leaving for name in names], [block for _, part in leaving for block in part]
             )
             self.count_copies()
-        elif to_disk is not None and to_disk.blocks > prefixes.evictable - count:
-            to_disk.rescue(self._time(RESCUE_S, RESCUE_S))
+        elif self.to_disk.blocks > prefixes.evictable - count:
+            self.to_disk.rescue(self._time(RESCUE_S, RESCUE_S))
 
     def reuse(self, blocks: Iterable[int]) -> None:
         """These blocks will be overwritten."""
@@ -78,31 +63,13 @@ class BlockOffload:
 
     # -- between steps -----------------------------------------------------------------------------------------
 
-    def offer(self, sequence: KVSequence) -> None:
-        """A sequence ends: its prefix may be worth writing to disk."""
-        if self.to_disk is not None and not isinstance(sequence, LoadingSequence):
-            self.to_disk.offer(sequence)
-
     def work(self, budget_s: float) -> bool:
         """Copy ahead and write candidates, for about `budget_s`. True: there is more to do."""
-        tiers, to_disk = self._tiers, self.to_disk
-        tiers.throttle_writes(self._arena.busy)
-        if tiers.host is not None:
-            self._copy_ahead(tiers.host)
-        if to_disk is None:
-            return False
-        if tiers.model_store is not None:
-            running = self._arena.running.values()
-            to_disk.offer_standing(each for each in running if not isinstance(each, LoadingSequence))
-        return to_disk.work(self._time(budget_s * BUSY_SHARE, budget_s), in_bursts=self._arena.busy)
-
-    def due_at(self) -> float | None:
-        return None if self.to_disk is None else self.to_disk.due_at()
-
-    def drain(self, seconds: float) -> None:
-        self._tiers.throttle_writes(False)
-        if self.to_disk is not None:
-            self.to_disk.drain(seconds)
+        self._tiers.throttle_writes(self._arena.busy)
+        if self._tiers.host is not None:
+            self._copy_ahead(self._tiers.host)
+        self.to_disk.offer_standing()
+        return self.to_disk.work(self._time(budget_s * BUSY_SHARE, budget_s), in_bursts=self._arena.busy)
 
     def _copy_ahead(self, host: HostTier) -> None:
         """Copy some of the next blocks to be evicted, so that they can be reused at once when needed."""
@@ -127,12 +94,5 @@ class BlockOffload:
         if not self._arena.busy:
             return idle_s
         host = self._tiers.host
-        beside_steps = not self._bytes.reads_wait or (host is not None and host.usable)
+        beside_steps = not self._arena.content.reads_wait or (host is not None and host.usable)
         return busy_s if beside_steps else 0.0
-
-    @cached_property
-    def _bytes(self) -> BlockBytes:
-        """Asked for in every step, and comparing with a protocol takes as long as planning one."""
-        ops = self._arena.ops
-        assert isinstance(ops, BlockBytes)
-        return ops

@@ -48,6 +48,8 @@ from cllm.kv.view import KVView
 
 
 class SlotKVManager(KVManager):
+    verifies = True
+
     def __init__(
         self,
         ops: SlotOps,
