@@ -22,8 +22,8 @@ from cllm.backends.llama_cpp.library import load_library
 from cllm.config.kv import WindowConfig
 from cllm.engine.params import SamplingParams
 from cllm.errors import BackendError, ConfigError, ModelError, StepAbortedError, UnsupportedOperationError
-from cllm.kv.memory import CPU_KV_TYPES
 from cllm.kv.ops import BlockGeometry, SlotGeometry, SlotOps
+from cllm.kv.sizing import CPU_KV_TYPES
 from cllm.loading.context import ContextLimit
 from cllm.loading.facts import facts_of
 from cllm.loading.windows import Windows

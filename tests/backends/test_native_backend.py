@@ -17,8 +17,8 @@ from cllm.backends.base import Chunk
 from cllm.backends.native import NativeBackend
 from cllm.config import load_config
 from cllm.errors import BackendError, ConfigError, StepAbortedError
-from cllm.kv.memory import MIB, bytes_per_token
 from cllm.kv.ops import BlockBytes, BlockGeometry, BlockOps, Move, SlotGeometry
+from cllm.kv.sizing import MIB, bytes_per_token
 from cllm.loading.open_model import _open_native
 from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
@@ -289,7 +289,7 @@ import numpy as np, psutil
 from cllm.errors import BackendError
 from array import array
 from cllm.backends.base import Chunk
-from cllm.kv.memory import MIB
+from cllm.kv.sizing import MIB
 from cllm.kv.ops import BlockGeometry
 from native_backend_kit import chunk, make, row, table
 from step_of import rows_of

@@ -16,10 +16,10 @@ from cllm.backends.base import Backend
 from cllm.backends.llama_cpp import LlamaCppBackend
 from cllm.backends.native import NativeBackend
 from cllm.engine.request import Request
-from cllm.kv.memory import most_bytes
 from cllm.kv.ops import BlockGeometry, SlotGeometry
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.paged.upkeep import UpkeepSettings
+from cllm.kv.sizing import most_bytes
 from cllm.kv.slots.manager import SlotKVManager
 from cllm.models.gguf import GGUFModel
 from engine_kit import make_request

@@ -12,10 +12,10 @@ from cllm.backends.base import Chunk
 from cllm.backends.fake import FakeBackend
 from cllm.engine.request import Request
 from cllm.errors import BackendError, StepAbortedError
-from cllm.kv.memory import most_bytes
 from cllm.kv.ops import BlockGeometry, SlotGeometry
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.paged.upkeep import UpkeepSettings
+from cllm.kv.sizing import most_bytes
 from cllm.kv.slots.manager import SlotKVManager
 from cllm.kv.window import Window
 from engine_kit import make_request, reference

@@ -14,11 +14,11 @@ from cllm.backends.base import Chunk
 from cllm.backends.fake import FakeBackend
 from cllm.kv.eviction import SegmentedLRU
 from cllm.kv.manager import KVManager
-from cllm.kv.memory import most_bytes
 from cllm.kv.ops import BlockGeometry, BlockOps, SlotGeometry, SlotOps
 from cllm.kv.paged.block_table import allocation_of
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.sequence import KVSequence
+from cllm.kv.sizing import most_bytes
 from cllm.kv.slots.manager import SlotKVManager
 from step_of import rows_of
 

@@ -15,10 +15,10 @@ from cllm.errors import BackendError
 from cllm.kv.block_names import fingerprint
 from cllm.kv.disk.files import Files
 from cllm.kv.disk.store import DiskStore
-from cllm.kv.memory import most_bytes
 from cllm.kv.ops import BlockBytes, BlockGeometry, BlockOps, SlotGeometry, SlotOps
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.sequence import KVSequence
+from cllm.kv.sizing import most_bytes
 from cllm.kv.slots.manager import SlotKVManager
 from cllm.kv.tiers.disk_tier import DiskTier
 from cllm.kv.tiers.host_tier import HostTier
@@ -245,7 +245,7 @@ class LateRows:
         return ops
 
     def work(self, count: int | None = None, *, newest: bool = False) -> None:
-        """Those of the two directions overtake each other."""
+        """Copies of the two directions overtake each other."""
         for _ in range(len(self.under_way) if count is None else min(count, len(self.under_way))):
             self.under_way.pop(-1 if newest else 0).make()
 
@@ -279,7 +279,7 @@ class HostCache(Cache):
 
 
 class SlotCache(Cache):
-    """The same with slots."""
+    """A cache with slots."""
 
     kv: SlotKVManager  # type: ignore[assignment]
 

@@ -11,12 +11,12 @@ from hypothesis.stateful import invariant, rule
 from cllm.backends.fake import FakeBackend
 from cllm.kv.manager import KVManager
 from cllm.kv.ops import BlockGeometry, BlockOps
-from cllm.kv.paged.compaction import Plan, plan_fill, plan_lift, plan_slide
+from cllm.kv.paged.compaction import MovePlan, plan_fill, plan_lift, plan_slide
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.paged.upkeep import UpkeepSettings
 from kv_kit import BYTES_PER_TOKEN, ManagerMachine
 
-PLANS: list[Plan] = [plan_fill, plan_slide, plan_lift]
+PLANS: list[MovePlan] = [plan_fill, plan_slide, plan_lift]
 
 
 class Clock:
@@ -78,7 +78,7 @@ class UpkeepMachine(ManagerMachine):
         self.kv.maintain(budget_s)
 
     @rule(plan=st.sampled_from(PLANS), blocks=st.integers(1, 8))
-    def move(self, plan: Plan, blocks: int) -> None:
+    def move(self, plan: MovePlan, blocks: int) -> None:
         before = self.cached()
         self.paged.upkeep.compactor.slice(plan, blocks, 1.0)
         assert self.cached() == before

@@ -18,7 +18,7 @@ from cllm.kv.paged import upkeep
 from cllm.kv.paged.compaction import (
     CompactionEstimate,
     CompactionTrigger,
-    Plan,
+    MovePlan,
     in_calls,
     plan_fill,
     plan_lift,
@@ -96,7 +96,7 @@ def test_a_lift_moves_blocks_up_within_twice_their_room() -> None:
 
 @settings(deadline=None)
 @given(Maps, st.integers(1, 60), st.sampled_from(PLANS))
-def test_a_call_that_fails_leaves_every_source_as_it_was(free: bytes, most: int, plan: Plan) -> None:
+def test_a_call_that_fails_leaves_every_source_as_it_was(free: bytes, most: int, plan: MovePlan) -> None:
     """Within a call nothing is written where something live lies: neither a source of the call nor anything else."""
     moves = plan(free, most)
     now = bytearray(free)

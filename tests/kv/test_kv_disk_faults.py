@@ -280,7 +280,7 @@ def load_all(store: DiskStore, model_store: ModelStore, names: list[bytes], toke
 
 
 def test_every_damaged_byte_is_noticed(tmp_path: Path) -> None:
-    """Those between the payloads, too. Nothing wrong is ever loaded, and the file is mended or gone afterwards."""
+    """Bytes between the payloads, too. Nothing wrong is ever loaded, and the file is mended or gone afterwards."""
     store = make_store(tmp_path)
     model_store = open_model_store(store, block_bytes=SMALL_BLOCK)
     names = names_of(model_store, long_prompt(3))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cllm.errors import ConfigError
-from cllm.kv.memory import MIB, bytes_per_token, plan_blocks, plan_slots
+from cllm.kv.sizing import MIB, bytes_per_token, plan_blocks, plan_slots
 
 SMOLLM2 = {"n_layers": 30, "n_kv_heads": 3, "head_dim_k": 64, "head_dim_v": 64}
 

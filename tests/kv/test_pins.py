@@ -9,10 +9,10 @@ from hypothesis import settings
 
 from cllm.backends.fake import FakeBackend
 from cllm.kv.manager import KVManager
-from cllm.kv.memory import most_bytes
 from cllm.kv.pins import PinMark
 from cllm.kv.radix import COMMON_SPACE
 from cllm.kv.sequence import KVSequence
+from cllm.kv.sizing import most_bytes
 from cllm.kv.slots.manager import SlotKVManager
 from kv_kit import BYTES_PER_TOKEN, compute, on_demand, paged, run_to_end, slots
 from pin_kit import PinMachine, SlotPinMachine, pinned

@@ -11,7 +11,7 @@ import pytest
 from cllm.config import Config, load_config
 from cllm.engine.params import SamplingParams
 from cllm.errors import ConfigError, InvalidRequestError
-from cllm.kv.memory import MIB, most_bytes, plan_slots, slot_tokens_within
+from cllm.kv.sizing import MIB, most_bytes, plan_slots, slot_tokens_within
 from cllm.llm import AsyncLLM
 from cllm.loading.context import context_within
 from cllm.served import ServedModels

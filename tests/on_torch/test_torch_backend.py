@@ -22,8 +22,8 @@ from cllm.backends.torch.linear import FP8
 from cllm.backends.torch.sources import decoder_of, open_source
 from cllm.backends.torch.weights import Loader, weight_bytes
 from cllm.errors import BackendError, ConfigError, ModelError, StepAbortedError
-from cllm.kv.memory import bytes_per_token
 from cllm.kv.ops import BlockBytes, BlockGeometry, BlockOps, Move, SlotGeometry
+from cllm.kv.sizing import bytes_per_token
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
 from hf_kit import header_of, tensors, write_directory, write_safetensors

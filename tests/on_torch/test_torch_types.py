@@ -26,8 +26,8 @@ from cllm.backends.torch.shared_prefixes import (
     packed_size,
     unpacked,
 )
-from cllm.kv.memory import bytes_per_token
 from cllm.kv.ops import BlockGeometry, Move
+from cllm.kv.sizing import bytes_per_token
 from torch_kit import BLOCK, chunk, random_tokens
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from typing import Literal
 
 from cllm.config import Config
 from cllm.errors import ConfigError
-from cllm.kv.memory import SLOT_PADDING
+from cllm.kv.sizing import SLOT_PADDING
 from cllm.models.shape import ModelShape
 
 ENOUGH_TOKENS = 8192

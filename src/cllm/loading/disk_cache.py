@@ -24,9 +24,9 @@ from cllm.kv.disk.files import Files
 from cllm.kv.disk.model_digest import Identity, StoppedError, content_digest, identity
 from cllm.kv.disk.store import DiskStore
 from cllm.kv.manager import KVManager
-from cllm.kv.memory import MIB, most_bytes
 from cllm.kv.ops import BlockBytes
 from cllm.kv.paged.manager import PagedKVManager
+from cllm.kv.sizing import MIB, most_bytes
 from cllm.kv.slots.manager import SlotKVManager
 from cllm.kv.tiers.disk_tier import DiskTier
 from cllm.models.gguf import GGUFModel

@@ -7,7 +7,7 @@ from typing import Literal
 
 from cllm.config import Config
 from cllm.kv.disk.model_digest import identity
-from cllm.kv.memory import SLOT_PADDING
+from cllm.kv.sizing import SLOT_PADDING
 from cllm.loading.backend_choice import choose_backend, name_of, open_model_file, weights_of
 from cllm.loading.context import context_of
 from cllm.loading.disk_cache import ModelFiles, files_of

@@ -14,10 +14,10 @@ from cllm.engine.drafting import Drafting
 from cllm.engine.row_sampler import RowSampler, fastest_sampler
 from cllm.engine.scheduler import Scheduler
 from cllm.kv.manager import KVManager
-from cllm.kv.memory import MIB, plan_blocks, plan_slots, slot_tokens_within
 from cllm.kv.ops import BlockGeometry, BlockOps, SlotOps
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.paged.upkeep import UpkeepSettings
+from cllm.kv.sizing import MIB, plan_blocks, plan_slots, slot_tokens_within
 from cllm.kv.slots.manager import SlotKVManager
 from cllm.loading.context import ENOUGH_TOKENS, ContextLimit, Memory, context_of, context_within, limit_of
 from cllm.loading.disk_cache import DiskCache, attach_disk_cache

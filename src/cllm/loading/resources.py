@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from cllm.config.schema import ResourcesConfig
 from cllm.errors import ConfigError, ModelError
-from cllm.kv.memory import MIB
+from cllm.kv.sizing import MIB
 from cllm.machine import Cpus, MemoryLimit, default_threads, mib, tightest
 from cllm.models.shape import ModelShape
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cllm.kv.memory import bytes_per_token
+from cllm.kv.sizing import bytes_per_token
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from cllm.engine.observer import RequestRecord
-from cllm.kv.memory import bytes_per_token
+from cllm.kv.sizing import bytes_per_token
 
 from .models import config_of
 from .work import Bench, Keep, Measures, Place, engine, greedy

@@ -12,7 +12,7 @@ import numpy as np
 
 from cllm._native import Engine
 from cllm.backends.native.loader import load_engine
-from cllm.kv.memory import CPU_KV_TYPES
+from cllm.kv.sizing import CPU_KV_TYPES
 from cllm.machine import mib, read_memory_limits, tightest
 from cllm.models.gguf import GGUFModel
 from cllm_bench.figures import OURS, Curve, Figure, Limit, Run, own

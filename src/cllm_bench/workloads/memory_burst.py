@@ -11,7 +11,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from cllm.kv.memory import MIB
+from cllm.kv.sizing import MIB
 from cllm_bench.client import Client
 from cllm_bench.errors import BenchError
 from cllm_bench.figures import OURS, Curve, Figure, Metrics, Run, own

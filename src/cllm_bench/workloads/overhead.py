@@ -11,7 +11,7 @@ from typing import Any
 
 from cllm.config import load_config
 from cllm.engine.params import SamplingParams
-from cllm.kv.memory import MIB
+from cllm.kv.sizing import MIB
 from cllm.llm import AsyncLLM
 from cllm.models.gguf import GGUFModel
 from cllm.text.tokenizer import load_tokenizer

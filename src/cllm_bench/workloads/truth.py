@@ -16,7 +16,7 @@ from cllm.backends.llama_cpp.library import load_library
 from cllm.backends.native.loader import load_engine
 from cllm.backends.native.sizes import packed_bytes
 from cllm.errors import CLLMError
-from cllm.kv.memory import CPU_KV_TYPES
+from cllm.kv.sizing import CPU_KV_TYPES
 from cllm.machine import mib, read_memory_limits, tightest
 from cllm.models.gguf import GGUFModel
 from cllm_bench.errors import BenchError

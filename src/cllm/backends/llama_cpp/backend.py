@@ -37,8 +37,8 @@ from cllm.backends.llama_cpp.model import load_model, read_shape
 from cllm.backends.llama_cpp.slots import LlamaSlotOps
 from cllm.backends.scoring import join_scores, pool_rows, score_rows
 from cllm.errors import BackendError, ConfigError, ModelError
-from cllm.kv.memory import CPU_KV_TYPES
 from cllm.kv.ops import Geometry, SlotGeometry
+from cllm.kv.sizing import CPU_KV_TYPES
 
 log = logging.getLogger("cllm.llama_cpp")
 

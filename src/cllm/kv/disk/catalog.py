@@ -24,7 +24,7 @@ from cllm.kv.disk.format import (
     Record,
     decode_segment_header,
 )
-from cllm.kv.disk.index import Index
+from cllm.kv.disk.index import SegmentIndex
 from cllm.kv.disk.segment import Piece, Segment, read_page, read_record, scan
 
 log = logging.getLogger("cllm.kv.disk")
@@ -47,7 +47,7 @@ class ModelEntry:
         self.block_tokens = block_tokens
         self.block_bytes = block_bytes
         self.about = about
-        self.index = Index(block_tokens)
+        self.index = SegmentIndex(block_tokens)
         self.pending: set[bytes] = set()
         """Names of blocks that wait to be written."""
         self.ready = threading.Event()

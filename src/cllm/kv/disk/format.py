@@ -38,7 +38,7 @@ _SEGMENT = struct.Struct("<8sII32s16sQIQ32sI")
 _RECORD = struct.Struct("<8sI16sQIIQQI")
 
 
-class Kind(IntEnum):
+class SegmentKind(IntEnum):
     BLOCKS = 1
     """Consecutive blocks of a chain."""
     SEQUENCE = 2
@@ -61,7 +61,7 @@ class OutdatedError(OtherVersionError):
 class SegmentHeader:
     fingerprint: bytes
     id: bytes
-    kind: Kind
+    kind: SegmentKind
     block_bytes: int
     """Size of a block; 0 for a sequence."""
     block_tokens: int
@@ -91,7 +91,7 @@ def decode_segment_header(page: bytes) -> SegmentHeader:
         raise (OutdatedError if version < VERSION else OtherVersionError)(f"version {version} of the format")
     try:
         about = json.loads(page[_SEGMENT.size : _SEGMENT.size + length])
-        return SegmentHeader(fingerprint, identity, Kind(kind), size, tokens, first, parent, dict(about))
+        return SegmentHeader(fingerprint, identity, SegmentKind(kind), size, tokens, first, parent, dict(about))
     except ValueError as error:
         raise DamagedError("its header makes no sense") from error
 

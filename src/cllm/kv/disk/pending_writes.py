@@ -23,7 +23,7 @@ class BlockRun:
         return sum(map(len, self.blocks))
 
     def parts(self, most: int) -> Iterator[BlockRun]:
-        """The same run in parts of at most `most` blocks, but at least one."""
+        """This run in parts of at most `most` blocks, but at least one."""
         step = max(1, most)
         for start in range(0, len(self.names), step):
             part = slice(start, start + step)

@@ -25,9 +25,9 @@ from cllm.kv.disk.format import (
     PAGE,
     SEQUENCE_PIECE,
     SUFFIX,
-    Kind,
     Record,
     SegmentHeader,
+    SegmentKind,
     most_names,
     record_bytes,
     whole_pages,
@@ -256,7 +256,7 @@ class Writer:
                     return False
                 segment, file = self._reserve_behind(model, tip, size, stack) if tip is not None else (None, -1)
                 if segment is None:
-                    header = self._header(model, Kind.BLOCKS, run.parent, run.first)
+                    header = self._header(model, SegmentKind.BLOCKS, run.parent, run.first)
                     segment, file = self._reserve_new(header, size, stack)
             record = Record(
                 segment.header.id, segment.size, model.block_bytes, run.nbytes, 0, tuple(run.names), array("I")
@@ -279,7 +279,7 @@ class Writer:
         catalog, model = self._catalog, saved.model
         pieces = saved.pieces(SEQUENCE_PIECE)
         size = record_bytes(len(saved.names), len(pieces), saved.nbytes)
-        header = self._header(model, Kind.SEQUENCE, bytes(len(saved.names[0])), 0)
+        header = self._header(model, SegmentKind.SEQUENCE, bytes(len(saved.names[0])), 0)
         with ExitStack() as stack:
             with catalog.directory.locked() as tally:
                 if not catalog.make_room(size + PAGE, {}, tally):
@@ -300,8 +300,8 @@ class Writer:
             catalog.supersede(model, other)
         return True
 
-    def _header(self, model: ModelEntry, kind: Kind, parent: bytes, first: int) -> SegmentHeader:
-        block_bytes = model.block_bytes if kind is Kind.BLOCKS else 0
+    def _header(self, model: ModelEntry, kind: SegmentKind, parent: bytes, first: int) -> SegmentHeader:
+        block_bytes = model.block_bytes if kind is SegmentKind.BLOCKS else 0
         return SegmentHeader(
             model.fingerprint, self._files.fresh_id(), kind, block_bytes, model.block_tokens, first, parent, model.about
         )

@@ -61,7 +61,7 @@ class Room:
         return self._taken(self._arena.pool.allocate(count, holder, after))
 
     def for_generation(self, count: int, holder: int, after: int) -> list[int]:
-        """The same for tokens to come."""
+        """`count` blocks, which are known to be available, for tokens to come after the block `after`."""
         self._make(count)
         return self._taken(self._arena.pool.extend(count, holder, after))
 

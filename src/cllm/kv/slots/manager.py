@@ -26,12 +26,12 @@ from typing import Any
 
 from cllm.kv.events import Listener
 from cllm.kv.manager import KVManager, PositionMismatchError
-from cllm.kv.memory import most_bytes
 from cllm.kv.operations import check_removal, check_shift, check_truncation, close_hole, open_hole
 from cllm.kv.ops import SlotGeometry, SlotOps
 from cllm.kv.pins import LostPin, PinMark
 from cllm.kv.radix import TOKEN_BYTES
 from cllm.kv.sequence import KVSequence
+from cllm.kv.sizing import most_bytes
 from cllm.kv.slots.index import CacheEntry, describe, entry_of
 from cllm.kv.slots.loads import SequenceLoads
 from cllm.kv.slots.offload import SequenceOffload

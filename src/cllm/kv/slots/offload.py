@@ -28,11 +28,13 @@ RETRY_S = 1.0
 """Pause while the disk takes nothing."""
 
 STOOD_S = 2.0
-"""While others run, saving begins this long after the first unsaved sequence has ended,"""
+"""While others run, saving begins this long after the first unsaved sequence has ended."""
+
 LONGEST_S = 0.02
-"""for sequences that take at most this long, which delays the next token of those that run,"""
+"""While others run, only sequences are saved that take at most this long: it delays the next token of the others."""
+
 BUSY_SHARE = 0.005
-"""and for this share of the time: fewer than one token in a hundred is late."""
+"""The share of the time that saving takes while others run: fewer than one token in a hundred is late."""
 
 FIRST_GUESS = 1e9
 """Bytes per second saved or copied, until that was timed."""

@@ -5,9 +5,9 @@ They lie beside the store and within its limit.
 
 from __future__ import annotations
 
-from cllm.kv.memory import most_bytes
 from cllm.kv.pins import PinMark, pinned_prefix
 from cllm.kv.sequence import KVSequence
+from cllm.kv.sizing import most_bytes
 from cllm.kv.slots.index import CacheEntry, entry_of
 from cllm.kv.slots.places import SlotPlaces
 from cllm.kv.slots.room import SAVE_TAIL_TOKENS, SlotRoom

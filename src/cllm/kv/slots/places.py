@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from cllm.errors import BackendError
 from cllm.kv.events import KVEvents
-from cllm.kv.memory import most_bytes
 from cllm.kv.ops import SavedKV, SlotGeometry, SlotOps
 from cllm.kv.pins import Pins
+from cllm.kv.sizing import most_bytes
 from cllm.kv.slots.events import BlockNameCounts
 from cllm.kv.slots.index import CacheEntry, PrefixIndex
 from cllm.kv.slots.store import SequenceStore
