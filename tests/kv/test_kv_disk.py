@@ -147,10 +147,10 @@ def test_what_is_there_is_not_written_again(tmp_path: Path) -> None:
     for _ in range(3):
         assert put(model_store, names) == 6
     store.work()
-    written = store.stats().written_bytes
+    written = store.writer.speed.total
     assert put(model_store, names) == 6
     store.work()
-    assert store.stats().written_bytes == written
+    assert store.writer.speed.total == written
 
 
 def test_a_block_of_another_size_is_refused(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_the_queue_is_bounded(tmp_path: Path) -> None:
     names = names_of(model_store, long_prompt(25))
     assert put(model_store, names) == 10
     assert put(model_store, names) == 10
-    assert store.stats().queued_bytes == 10 * BLOCK_BYTES
+    assert store.writer.queued_bytes == 10 * BLOCK_BYTES
     store.work()
     assert put(model_store, names) == 20
     store.work()
@@ -616,7 +616,7 @@ def test_a_cancelled_ticket_ends(tmp_path: Path) -> None:
     ticket.cancel()
     store.work()
     assert ticket.done and not ticket.complete and ticket.loaded == 0
-    assert store.stats().loading_bytes == 0
+    assert store.reader.queued_bytes == 0
 
 
 # -- whole sequences -----------------------------------------------------------------------------------------------

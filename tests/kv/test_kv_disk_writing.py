@@ -234,7 +234,7 @@ def test_what_fits_is_read_straight_into_its_place(tmp_path: Path) -> None:
 def test_writing_rests_in_proportion_to_its_work() -> None:
     slept: list[float] = []
     worked = [0.0]
-    throttle = Throttle(None, sleep=slept.append, worked=lambda: worked[0])
+    throttle = Throttle(sleep=slept.append, worked=lambda: worked[0])
     throttle.begin()
     worked[0] = 0.0002
     assert throttle.rest(1000) == 0.0 and not slept

@@ -105,14 +105,14 @@ def test_what_runs_for_long_is_written_before_it_ends(cache: Cache, tmp_path: Pa
     assert cache.store.stats().blocks == 10
     cache.finish(sequence)
     cache.settle()
-    assert cache.store.stats().written_bytes < 2 * 4096 + 10 * cache.tier.block_bytes + 4096, "it was written once"
+    assert cache.store.writer.speed.total < 2 * 4096 + 10 * cache.tier.block_bytes + 4096, "it was written once"
 
 
 def test_one_off_prompts_do_not_wear_the_disk(cache: Cache) -> None:
     short = LONG[: 2 * BLOCK + 1]
     cache.run(short)
     cache.settle()
-    assert cache.store.stats().written_bytes == 0
+    assert cache.store.writer.speed.total == 0
     cache.run(short)
     cache.settle()
     assert cache.store.stats().blocks == 2, "it was used again"
@@ -123,7 +123,7 @@ def test_nothing_is_written_that_is_computed_sooner(cache: Cache) -> None:
     cache.store.reader.speed.add(GUESS_BYTES, 1.0)
     cache.run(LONG)
     cache.settle()
-    assert cache.store.stats().written_bytes == 0
+    assert cache.store.writer.speed.total == 0
 
 
 def test_a_disk_that_was_never_measured_is_tried(cache: Cache, tmp_path: Path) -> None:
@@ -314,11 +314,11 @@ def test_a_server_that_ends_saves_what_is_in_slots(slots: SlotCache, tmp_path: P
 def test_what_a_slot_is_saved_for_is_saved_once(slots: SlotCache) -> None:
     slots.run(LONG)
     slots.settle()
-    written = slots.store.stats().written_bytes
+    written = slots.store.writer.speed.total
     assert written > 0
     slots.run(LONG[:20])
     slots.settle()
-    assert slots.store.stats().written_bytes == written, "a prefix of it is nothing new"
+    assert slots.store.writer.speed.total == written, "a prefix of it is nothing new"
 
 
 def test_what_leaves_the_store_goes_to_disk(slots: SlotCache, tmp_path: Path) -> None:
@@ -372,7 +372,7 @@ def test_what_takes_long_to_save_waits_until_it_is_quiet(slots: SlotCache) -> No
     assert slots.store.writer.queued_bytes == 0
     slots.finish(slots.running[0])
     slots.settle()
-    assert slots.store.stats().written_bytes > 0
+    assert slots.store.writer.speed.total > 0
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])

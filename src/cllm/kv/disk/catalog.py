@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -62,7 +61,7 @@ def folder_of(fingerprint: bytes) -> str:
 
 
 class Catalog:
-    def __init__(self, directory: Directory, limit: int, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, directory: Directory, limit: int, *, monotonic: Callable[[], float]) -> None:
         self.directory = directory
         self.files = directory.files
         self.limit = limit

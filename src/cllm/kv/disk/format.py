@@ -137,7 +137,9 @@ class Record:
             _RECORD_MAGIC, self.header_bytes, self.segment, self.offset, len(self.names), len(self.checksums),
             self.piece_bytes, self.payload_bytes, self.tokens,
         )  # fmt: skip
-        return _sealed(fixed + b"".join(self.names) + _pack(self.checksums), self.header_bytes)
+        return _sealed(
+            fixed + b"".join(self.names) + struct.pack(f"<{len(self.checksums)}I", *self.checksums), self.header_bytes
+        )
 
 
 def record_header_bytes(page: bytes) -> int:
@@ -167,7 +169,7 @@ def decode_record(header: bytes, segment: bytes, offset: int) -> Record:
     start = _RECORD.size
     end = start + names * NAME_BYTES
     listed = tuple(header[at : at + NAME_BYTES] for at in range(start, end, NAME_BYTES))
-    checksums = _unpack(header[end : end + pieces * CRC_BYTES])
+    checksums = array("I", struct.unpack_from(f"<{pieces}I", header, end))
     return Record(segment, offset, piece_bytes, payload_bytes, tokens, listed, checksums)
 
 
@@ -199,11 +201,3 @@ def _sealed(content: bytes, size: int) -> bytes:
 
 def _is_sealed(header: bytes) -> bool:
     return zlib.crc32(header[:-CRC_BYTES]) == int.from_bytes(header[-CRC_BYTES:], "little")
-
-
-def _pack(checksums: array[int]) -> bytes:
-    return struct.pack(f"<{len(checksums)}I", *checksums)
-
-
-def _unpack(data: bytes) -> array[int]:
-    return array("I", struct.unpack(f"<{len(data) // CRC_BYTES}I", data))

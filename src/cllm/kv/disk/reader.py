@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -100,9 +99,7 @@ class Part(NamedTuple):
 
 
 class Reader:
-    def __init__(
-        self, catalog: Catalog, *, pool: DaemonPool | None, monotonic: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, catalog: Catalog, *, pool: DaemonPool | None, monotonic: Callable[[], float]) -> None:
         """`pool`: threads that read and check, so that the disk has always something to do."""
         self.speed = Throughput()
         self._pool = pool

@@ -49,13 +49,8 @@ class DiskStats:
     limit: int
     bytes: int
     """All models' and processes' bytes, at the last survey."""
-    segments: int
     blocks: int
     """Blocks of this process's models."""
-    queued_bytes: int
-    loading_bytes: int
-    written_bytes: int
-    read_bytes: int
     write_bytes_per_s: float
     read_bytes_per_s: float
     trouble: str | None
@@ -73,14 +68,13 @@ class DiskStore:
         limit: int,
         queue_bytes: int = 64 << 20,
         linger_s: float = 0.25,
-        rate: float | None = None,
         threads: bool = True,
         files: Files | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
         monotonic: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`rate`: most bytes per second to write. Without `threads` (tests), `work` does what they would."""
+        """Without `threads` (tests), `work` does what they would."""
         root = str(directory)
         self._catalog = Catalog(
             Directory(root, files or Files(), clock_ns=clock_ns, monotonic=monotonic, sleep=sleep),
@@ -96,7 +90,6 @@ class DiskStore:
             pool=self._pool,
             queue_bytes=queue_bytes,
             linger_s=linger_s,
-            rate=rate,
             monotonic=monotonic,
             sleep=sleep,
         )
@@ -158,17 +151,11 @@ class DiskStore:
     def stats(self) -> DiskStats:
         catalog = self._catalog
         with catalog.lock:
-            indexes = [model.index for model in catalog.models.values()]
             return DiskStats(
                 directory=catalog.directory.root,
                 limit=catalog.limit,
                 bytes=catalog.bytes,
-                segments=sum(len(index.segments) for index in indexes),
-                blocks=sum(map(len, indexes)),
-                queued_bytes=self.writer.queued_bytes,
-                loading_bytes=self.reader.queued_bytes,
-                written_bytes=self.writer.speed.total,
-                read_bytes=self.reader.speed.total,
+                blocks=sum(len(model.index) for model in catalog.models.values()),
                 write_bytes_per_s=self.writer.speed.bytes_per_s,
                 read_bytes_per_s=self.reader.speed.bytes_per_s,
                 trouble=self.writer.trouble,

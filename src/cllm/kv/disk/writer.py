@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -70,15 +69,14 @@ class Writer:
         pool: DaemonPool | None,
         queue_bytes: int,
         linger_s: float,
-        rate: float | None,
-        monotonic: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        monotonic: Callable[[], float],
+        sleep: Callable[[float], None],
     ) -> None:
         self.speed = Throughput()
         self.queued_bytes = 0
         self.closed = False
         """Nothing more is accepted."""
-        self.throttle = Throttle(rate, sleep=sleep)
+        self.throttle = Throttle(sleep=sleep)
         self._payload_writer = PayloadWriter(catalog.files, self.throttle, pool)
         self.trouble: str | None = None
         """Why nothing is written now."""
@@ -153,7 +151,7 @@ class Writer:
         prepared = self._staging.prepare(self.queued_bytes)
         if prepared:
             self._idle_since = self._monotonic()
-            self.throttle.rest(0)
+            self.throttle.rest()
         return bool(prepared)
 
     def _rest(self) -> float | None:
@@ -333,17 +331,14 @@ class Writer:
         self._files.make_directory(inside)
         path = f"{inside}/{header.id.hex()}{SUFFIX}"
         file = stack.enter_context(directory.opened(path, new=True, write=True))
-        self._begin(path)
+        with self._catalog.lock:
+            self._catalog.writing = path
         self._undo_unless_done(stack, lambda: self._files.remove(path))
         if not self._files.lock(file):
             raise BusyError(f"{path} is new, but another process holds it")
         self._files.truncate(file, PAGE + size)
         write_all(self._files, file, [header.encode()], 0)
         return Segment(path, header, PAGE, 0), file
-
-    def _begin(self, path: str) -> None:
-        with self._catalog.lock:
-            self._catalog.writing = path
 
     def _undo_unless_done(self, stack: ExitStack, undo: Callable[[], None]) -> None:
         def leave(kind: type[BaseException] | None, *_: object) -> None:
@@ -360,14 +355,14 @@ class Writer:
         began = self._monotonic()
         padded = whole_pages(record.payload_bytes)
         offset = record.offset + size - padded
-        self.throttle.rest(0)
+        self.throttle.rest()
         sums, rested = self._payload_writer.write(file, pieces, padded - record.payload_bytes, offset)
         record.checksums.extend(sums)
         self._files.sync(file)
-        rested += self.throttle.rest(0)
+        rested += self.throttle.rest()
         write_all(self._files, file, [record.encode()], record.offset)
         self._recovered()
         self.speed.add(size, self._monotonic() - began - rested)
         linked = self._files.status(file).st_nlink > 0
-        self.throttle.rest(0)
+        self.throttle.rest()
         return linked

@@ -155,7 +155,8 @@ class PagedKVManager(KVManager):
         return sequence.num_computed
 
     def grow(self, sequence: KVSequence, count: int) -> bool:
-        return sequence.end + count <= sequence.room or self.tables.grow(sequence, count)
+        end = sequence.num_computed - sequence.dropped  # hundreds of sequences ask in every step
+        return end + count <= sequence.room or self.tables.grow(sequence, count)
 
     def grow_within_free(self, sequence: KVSequence, count: int) -> int:
         count = self.tables.most_within_free(sequence, count)
@@ -167,7 +168,8 @@ class PagedKVManager(KVManager):
     # -- after a step ------------------------------------------------------------------------------------------
 
     def commit(self, sequence: KVSequence) -> None:
-        self.arena.commit(sequence)
+        if sequence.num_computed // self.unit_tokens > allocation_of(sequence).indexed:
+            self.arena.commit(sequence)
 
     def release(self, sequence: KVSequence, *, keep: bool = True) -> None:
         if keep:
