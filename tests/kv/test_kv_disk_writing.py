@@ -172,7 +172,7 @@ class Fickle(Throttle):
     """Somebody begins or ends an answer whenever that is looked at, or every second or third time."""
 
     def __init__(self, period: int) -> None:
-        super().__init__(None, sleep=lambda _: None)
+        super().__init__(sleep=lambda _: None)
         self._looks = count()
         self._period = period
 
@@ -237,14 +237,14 @@ def test_writing_rests_in_proportion_to_its_work() -> None:
     throttle = Throttle(sleep=slept.append, worked=lambda: worked[0])
     throttle.begin()
     worked[0] = 0.0002
-    assert throttle.rest(1000) == 0.0 and not slept
+    assert throttle.rest() == 0.0 and not slept
     throttle.note(throttle, answering=True)
     worked[0] = 0.0003
-    assert throttle.rest(1000) == pytest.approx(0.0001 / THROTTLED_SHARE) == pytest.approx(slept[0])
+    assert throttle.rest() == pytest.approx(0.0001 / THROTTLED_SHARE) == pytest.approx(slept[0])
     worked[0] = 10.0
-    assert throttle.rest(1000) == LONGEST_REST_S
+    assert throttle.rest() == LONGEST_REST_S
     worked[0] = 5.0  # no clock should
-    assert 0 < throttle.rest(1000) < LONGEST_REST_S
+    assert 0 < throttle.rest() < LONGEST_REST_S
 
 
 def test_memory_for_copies_is_taken_ahead_up_to_a_limit() -> None:
