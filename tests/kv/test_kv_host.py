@@ -2,24 +2,153 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
+from numpy.typing import NDArray
 
+from cllm.backends.fake import FakeBackend
 from cllm.errors import BackendError
+from cllm.kv.ops import BlockBytes
 from cllm.kv.paged.upkeep import UpkeepSettings
 from cllm.kv.radix import COMMON_SPACE
 from cllm.kv.throughput import GUESS_BYTES
+from cllm.kv.tiers.host_tier import HostTier
 from disk_kit import FaultyFiles
 from thorough import sampled
-from tier_kit import BLOCK, Cache, HostCache, LateCopy
+from tier_kit import BLOCK, Cache
 from tier_machine import LONG, Tiers, prompt
 
 OTHER = prompt(1, 60, 0, 60)
+
+
+class LateCopy:
+    """A copy that is made when it has to be, or when the test says so, of what is there by then."""
+
+    seconds = 1e-6
+
+    def __init__(self, rows: LateRows, copy: Callable[[], None]) -> None:
+        self._rows = rows
+        self._copy: Callable[[], None] | None = copy
+
+    def make(self) -> None:
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            copy()
+
+    def drop(self) -> None:
+        self._copy = lambda: None
+
+    @property
+    def done(self) -> bool:
+        self._rows.call()
+        return self._copy is None
+
+
+class LateRows:
+    """The host's memory beside the fake backend, whose copies are as late as they may be: a block that is overwritten
+    before it was waited for spoils what was to be kept of it."""
+
+    def __init__(self, backend: FakeBackend, most_rows: int, at_once: int = 64) -> None:
+        self.most_rows = most_rows
+        self.rows = 0
+        self.calls = 0
+        self.fail_at = 0
+        self.waits_fail = False
+        self.under_way: list[LateCopy] = []
+        self._at_once = at_once
+        self._backend = backend
+        ops = backend.ops
+        assert isinstance(ops, BlockBytes)
+        self.row_bytes = ops.block_bytes
+        self._memory = np.full((most_rows, self.row_bytes), 255, np.uint8)
+
+    def call(self) -> None:
+        self.calls += 1
+        if self.calls == self.fail_at:
+            raise BackendError("no copies")
+
+    def want_more(self, count: int) -> None:
+        self.rows = min(self.rows + self._at_once, self.most_rows)
+
+    def copy_out(self, blocks: Sequence[int], rows: Sequence[int]) -> LateCopy:
+        blocks, rows = list(blocks), list(rows)
+        assert len(blocks) == len(rows) and all(0 <= row < self.rows for row in rows)
+
+        def copy() -> None:
+            for row, content in zip(rows, self._ops.read_blocks(blocks), strict=True):
+                self._memory[row] = content
+
+        return self._ask(copy)
+
+    def copy_in(self, rows: Sequence[int], blocks: Sequence[int], after: Sequence[LateCopy]) -> LateCopy:
+        blocks, rows = list(blocks), list(rows)
+
+        def copy() -> None:
+            for each in after:
+                each.make()
+            for row, content in zip(rows, self._ops.landing(blocks), strict=True):
+                content[:] = self._memory[row]
+
+        return self._ask(copy)
+
+    def _ask(self, copy: Callable[[], None]) -> LateCopy:
+        self.call()
+        self.under_way.append(LateCopy(self, copy))
+        return self.under_way[-1]
+
+    def wait_for(self, copying: LateCopy) -> None:
+        if self.waits_fail:
+            self.call()
+        copying.make()
+
+    def row(self, number: int) -> NDArray[np.uint8]:
+        return self._memory[number]
+
+    @property
+    def _ops(self) -> BlockBytes:
+        ops = self._backend.ops
+        assert isinstance(ops, BlockBytes)
+        return ops
+
+    def work(self, count: int | None = None, *, newest: bool = False) -> None:
+        """Copies of the two directions overtake each other."""
+        for _ in range(len(self.under_way) if count is None else min(count, len(self.under_way))):
+            self.under_way.pop(-1 if newest else 0).make()
+
+    def drop(self) -> None:
+        """The backend's memory is renewed."""
+        for each in self.under_way:
+            each.drop()
+        self.under_way = []
+
+
+class HostCache(Cache):
+    """With the host's memory between arena and disk, or without a disk."""
+
+    def __init__(self, directory: Path, *, host_rows: int = 12, rows_at_once: int = 64, **options: Any) -> None:
+        super().__init__(directory, **options)
+        self.rows = LateRows(self.backend, host_rows, rows_at_once)
+        self.host = HostTier(self.rows, block_tokens=BLOCK, least_tokens=2 * BLOCK)
+        self.kv.use_host(self.host)
+
+    def work(self) -> None:
+        super().work()
+        self.rows.work()
+
+    def settle(self) -> None:
+        for _ in range(6):  # what is written is copied before
+            super().settle()
+
+    def forget(self) -> None:
+        self.rows.drop()
+        super().forget()
 
 
 class HostTiers(Tiers):

@@ -12,13 +12,43 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from cllm.errors import BackendError
+from cllm.kv.ops import SlotGeometry, SlotOps
 from cllm.kv.paged.upkeep import UpkeepSettings
 from cllm.kv.radix import COMMON_SPACE
+from cllm.kv.sizing import most_bytes
+from cllm.kv.slots.manager import SlotKVManager
 from cllm.kv.throughput import GUESS_BYTES
 from disk_kit import FaultyFiles
 from thorough import sampled
-from tier_kit import BLOCK, Cache, SlotCache
+from tier_kit import BLOCK, Cache
 from tier_machine import LONG, Tiers, prompt
+
+
+class SlotCache(Cache):
+    """A cache with slots."""
+
+    kv: SlotKVManager  # type: ignore[assignment]
+
+    def make_kv(self, slots: int = 3, store_tokens: int = 200, **options: Any) -> Any:
+        geometry = SlotGeometry(slots, 64)
+        self.backend.allocate(geometry)
+        ops = self.backend.ops
+        assert isinstance(ops, SlotOps)
+        size = most_bytes(store_tokens, 8)
+        return SlotKVManager(ops, geometry, bytes_per_token=8, store_bytes=size, clock=self.clock, **options)
+
+    def assert_sound(self) -> None:
+        super().assert_sound()
+        coming = sum(buffer.nbytes for load in self.kv.loads.queue for buffer in load.buffers)
+        assert self.kv.places.coming_bytes == coming
+        assert self.kv.places.store.bytes + coming <= self.kv.places.store_bytes
+
+    def lose(self, units: int) -> None:
+        """Held sequences go to the store, and some of those, or all, go from there."""
+        for slot, entry in enumerate(self.kv.places.slots):
+            if entry is not None and entry.owner is None:
+                self.kv.room.vacate(slot)
+        self.kv.room.make_room(0, max(0, self.kv.places.store.bytes - 40 * units))
 
 
 class SlotTiers(Tiers):
