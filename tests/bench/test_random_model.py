@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cllm_bench.atomic_file import ABANDONED_S
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from cllm.models.gguf import GGUFModel
 from cllm_bench import random_model
-from cllm_bench.atomic_file import ABANDONED_S
 from cllm_bench.errors import BenchError
 from cllm_bench.kernels import shapes
 from cllm_bench.kernels.shapes import MIXES, SHAPES, Mix, Shape, matrices, weight_bytes
