@@ -105,9 +105,9 @@ class Kernels(Workload):
             _own("grouped-share", "prefill: share with scales", "", None, better="higher"),
             _own("stream-share", "1 stream: share of memory read", "", plan.stream_share, better="higher"),
             _own("packed-over-file", "weights in memory over in the file", "x", PACKED_OVER_FILE),
-            _own(FIRST_TOKEN, "load to first token, file in page cache", "s", FIRST_TOKEN_S),
+            _own(FIRST_TOKEN, "load to first token, file in page cache", "s", FIRST_TOKEN_S if plan.apart else None),
             _own(f"{FIRST_TOKEN} of process", "the same from the start of the process", "s", None),
-            _own(MEMORY, "resident beyond weights and K/V in use", "MB", MEMORY_OVER_MB),
+            _own(MEMORY, "resident beyond weights and K/V in use", "MB", MEMORY_OVER_MB if plan.apart else None),
         ]
         return figures
 
