@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cllm.machine.open_files import raise_open_file_limit
 from cllm_bench.errors import BenchError
+
+if TYPE_CHECKING:
+    from cllm_bench.workloads.hostile import Hostile
 
 ANSWER_LIMIT_S = 300.0
 ENDED_LIMIT_S = 20.0
@@ -21,33 +23,13 @@ _BLOCK = 65_536
 Place = tuple[str, int]
 
 
-@dataclass(frozen=True)
-class AttackSizes:
-    """How much of everything."""
-
-    header_mb: float
-    connections: int
-    hold_s: float
-    token_ids: int
-    biases: int
-    prompts: int
-    keys: int
-    answers: int
-    answer_tokens: int
-    digits: int
-    at_once: int
-    source_mb: float
-    inputs: int
-    tools: int
-
-
 class Attack(NamedTuple):
     """`prepare` makes what is sent, before anything is measured; `run` sends it and returns the answers' statuses."""
 
     key: str
     label: str
-    prepare: Callable[[AttackSizes], bytes]
-    run: Callable[[Place, AttackSizes, bytes], list[int]]
+    prepare: Callable[[Hostile], bytes]
+    run: Callable[[Place, Hostile, bytes], list[int]]
 
 
 def ask(place: Place, *pieces: bytes) -> int:
@@ -79,20 +61,16 @@ def _health(place: Place) -> int:
     return ask(place, b"GET /health HTTP/1.1\r\nhost: bench\r\nconnection: close\r\n\r\n")
 
 
-def _nothing(_: AttackSizes) -> bytes:
-    return b""
-
-
 # -- connections ---------------------------------------------------------------------------------------------------
 
 
-def _headers(place: Place, sizes: AttackSizes, _: bytes) -> list[int]:
+def _headers(place: Place, sizes: Hostile, _: bytes) -> list[int]:
     block = b"x-more: and more\r\n" * (_BLOCK // 18)
     blocks = (block for _ in range(int(sizes.header_mb * 1e6 / len(block))))
     return [ask(place, b"GET /health HTTP/1.1\r\nhost: bench\r\n", *blocks)]
 
 
-def _hold(place: Place, sizes: AttackSizes, says: Sequence[bytes]) -> list[int]:
+def _hold(place: Place, sizes: Hostile, says: Sequence[bytes]) -> list[int]:
     """Connections that send a byte a second of what they say, or nothing. Meanwhile, is /health still answered?"""
     statuses = []
     with ExitStack() as stack:
@@ -110,16 +88,16 @@ def _hold(place: Place, sizes: AttackSizes, says: Sequence[bytes]) -> list[int]:
     return statuses
 
 
-def _silent(place: Place, sizes: AttackSizes, _: bytes) -> list[int]:
+def _silent(place: Place, sizes: Hostile, _: bytes) -> list[int]:
     return _hold(place, sizes, [b""])
 
 
-def _trickle(place: Place, sizes: AttackSizes, _: bytes) -> list[int]:
+def _trickle(place: Place, sizes: Hostile, _: bytes) -> list[int]:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
     return _hold(place, sizes, [head * 10, b" " * 1000])
 
 
-def _gone(place: Place, sizes: AttackSizes, request: bytes) -> list[int]:
+def _gone(place: Place, sizes: Hostile, request: bytes) -> list[int]:
     """Two requests at once, and away before either is answered."""
     for _ in range(sizes.at_once):
         with socket.create_connection(place, timeout=10) as connection:
@@ -131,11 +109,11 @@ def _gone(place: Place, sizes: AttackSizes, request: bytes) -> list[int]:
 # -- bodies --------------------------------------------------------------------------------------------------------
 
 
-def _send(place: Place, _: AttackSizes, request: bytes) -> list[int]:
+def _send(place: Place, _: Hostile, request: bytes) -> list[int]:
     return [ask(place, request)]
 
 
-def _send_many(place: Place, sizes: AttackSizes, request: bytes) -> list[int]:
+def _send_many(place: Place, sizes: Hostile, request: bytes) -> list[int]:
     return _send_all(place, [request] * sizes.at_once)
 
 
@@ -149,27 +127,7 @@ def _completion(body: dict[str, Any]) -> bytes:
     return _post("/v1/completions", json.dumps({"prompt": "hello", **body}, separators=(",", ":")).encode())
 
 
-def _stop_ids(sizes: AttackSizes) -> bytes:
-    return _completion({"stop_token_ids": [1] * sizes.token_ids})
-
-
-def _bias(sizes: AttackSizes) -> bytes:
-    return _completion({"logit_bias": {str(number): 1 for number in range(sizes.biases)}})
-
-
-def _echo(sizes: AttackSizes) -> bytes:
-    return _completion({"prompt": [1] * sizes.token_ids, "echo": True})
-
-
-def _prompts(sizes: AttackSizes) -> bytes:
-    return _completion({"prompt": ["a"] * sizes.prompts})
-
-
-def _keys(sizes: AttackSizes) -> bytes:
-    return _completion({f"k{number}": 1 for number in range(sizes.keys)})
-
-
-def _digits(sizes: AttackSizes) -> bytes:
+def _digits(sizes: Hostile) -> bytes:
     return _completion({"prompt": "0123456789" * (sizes.digits // 10)})
 
 
@@ -182,7 +140,7 @@ def _by_schema(schema: Any) -> bytes:
     return _chat({"response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}})
 
 
-def _recursive(_: AttackSizes) -> bytes:
+def _recursive(_: Hostile) -> bytes:
     node: Any = {"$ref": "#/$defs/node"}
     properties = {f"child{number}": node for number in range(50)}
     shape = {"type": "object", "properties": properties, "anyOf": [node, {"type": "object"}]}
@@ -193,22 +151,10 @@ def _properties(count: int) -> dict[str, Any]:
     return {f"property_{number}": {"type": "string", "pattern": "^[a-z]{1,20}$"} for number in range(count)}
 
 
-def _large_schema(sizes: AttackSizes) -> bytes:
-    return _by_schema({"type": "object", "properties": _properties(int(sizes.source_mb * 1e6 / 66))})
-
-
-def _wide_schema(_: AttackSizes) -> bytes:
-    return _by_schema({"type": "object", "properties": _properties(900)})
-
-
-def _new_schemas(place: Place, sizes: AttackSizes, _: bytes) -> list[int]:
+def _new_schemas(place: Place, sizes: Hostile, _: bytes) -> list[int]:
     """Each is another one, so none is found compiled."""
     schemas = ({"type": "object", "properties": _properties(100), "title": str(n)} for n in range(5 * sizes.at_once))
     return _send_all(place, [*map(_by_schema, schemas)])
-
-
-def _exploding(_: AttackSizes) -> bytes:
-    return _chat({"guided_regex": "(.*a){30}(a|b|ab)*.{1,1000}c{1,500}(x+x+)+y"})
 
 
 def _embedding_of(count: int) -> bytes:
@@ -216,11 +162,7 @@ def _embedding_of(count: int) -> bytes:
     return _post("/v1/embeddings", json.dumps({"input": texts}).encode())
 
 
-def _embeddings(sizes: AttackSizes) -> bytes:
-    return _embedding_of(sizes.inputs)
-
-
-def _texts(sizes: AttackSizes) -> bytes:
+def _texts(sizes: Hostile) -> bytes:
     """As many as are taken by default."""
     return _embedding_of(min(sizes.inputs, 2048))
 
@@ -237,15 +179,7 @@ def _offered(count: int, bytes_each: int) -> bytes:
     return _chat({"tools": tools, "tool_choice": "required"})
 
 
-def _large_tools(sizes: AttackSizes) -> bytes:
-    return _offered(50, int(sizes.source_mb * 1e6 / 50))
-
-
-def _many_tools(sizes: AttackSizes) -> bytes:
-    return _offered(sizes.tools, 20)
-
-
-def _logprobs(sizes: AttackSizes) -> bytes:
+def _logprobs(sizes: Hostile) -> bytes:
     body = {
         "messages": [{"role": "user", "content": "Count."}],
         "n": sizes.answers,
@@ -257,31 +191,53 @@ def _logprobs(sizes: AttackSizes) -> bytes:
     return _post("/v1/chat/completions", json.dumps(body).encode())
 
 
-def _pipelined(sizes: AttackSizes) -> bytes:
+def _pipelined(sizes: Hostile) -> bytes:
     body = {"prompt": "hello", "max_tokens": sizes.answer_tokens, "ignore_eos": True}
     return _post("/v1/completions", json.dumps(body).encode(), close=False) * 2
 
 
 ATTACKS = (
-    Attack("headers", "headers without end", _nothing, _headers),
-    Attack("silent", "connections that say nothing", _nothing, _silent),
-    Attack("trickle", "a byte a second", _nothing, _trickle),
-    Attack("stop_ids", "stop_token_ids", _stop_ids, _send),
-    Attack("bias", "logit_bias", _bias, _send),
-    Attack("echo", "token ids with echo", _echo, _send),
-    Attack("prompts", "small prompts", _prompts, _send),
-    Attack("keys", "unknown keys", _keys, _send),
+    Attack("headers", "headers without end", lambda _: b"", _headers),
+    Attack("silent", "connections that say nothing", lambda _: b"", _silent),
+    Attack("trickle", "a byte a second", lambda _: b"", _trickle),
+    Attack("stop_ids", "stop_token_ids", lambda sizes: _completion({"stop_token_ids": [1] * sizes.token_ids}), _send),
+    Attack(
+        "bias",
+        "logit_bias",
+        lambda sizes: _completion({"logit_bias": {str(number): 1 for number in range(sizes.biases)}}),
+        _send,
+    ),
+    Attack(
+        "echo", "token ids with echo", lambda sizes: _completion({"prompt": [1] * sizes.token_ids, "echo": True}), _send
+    ),
+    Attack("prompts", "small prompts", lambda sizes: _completion({"prompt": ["a"] * sizes.prompts}), _send),
+    Attack("keys", "unknown keys", lambda sizes: _completion({f"k{number}": 1 for number in range(sizes.keys)}), _send),
     Attack("logprobs", "top_logprobs of many answers", _logprobs, _send),
     Attack("digits", "digits as prompts", _digits, _send_many),
     Attack("recursive", "a recursive schema", _recursive, _send_many),
-    Attack("large_schema", "a schema of 1 MB", _large_schema, _send_many),
-    Attack("wide_schema", "900 properties with patterns", _wide_schema, _send_many),
-    Attack("new_schemas", "new schemas, all at once", _nothing, _new_schemas),
-    Attack("exploding", "an exploding regex", _exploding, _send_many),
-    Attack("embeddings", "inputs of embeddings", _embeddings, _send_many),
+    Attack(
+        "large_schema",
+        "a schema of 1 MB",
+        lambda sizes: _by_schema({"type": "object", "properties": _properties(int(sizes.source_mb * 1e6 / 66))}),
+        _send_many,
+    ),
+    Attack(
+        "wide_schema",
+        "900 properties with patterns",
+        lambda _: _by_schema({"type": "object", "properties": _properties(900)}),
+        _send_many,
+    ),
+    Attack("new_schemas", "new schemas, all at once", lambda _: b"", _new_schemas),
+    Attack(
+        "exploding",
+        "an exploding regex",
+        lambda _: _chat({"guided_regex": "(.*a){30}(a|b|ab)*.{1,1000}c{1,500}(x+x+)+y"}),
+        _send_many,
+    ),
+    Attack("embeddings", "inputs of embeddings", lambda sizes: _embedding_of(sizes.inputs), _send_many),
     Attack("texts", "as many texts to embed as are taken", _texts, _send),
-    Attack("large_tools", "1 MB of tools", _large_tools, _send_many),
-    Attack("many_tools", "many tools", _many_tools, _send_many),
+    Attack("large_tools", "1 MB of tools", lambda sizes: _offered(50, int(sizes.source_mb * 1e6 / 50)), _send_many),
+    Attack("many_tools", "many tools", lambda sizes: _offered(sizes.tools, 20), _send_many),
     Attack("gone", "two pipelined, then gone", _pipelined, _gone),
 )
 

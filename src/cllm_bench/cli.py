@@ -15,14 +15,13 @@ from cllm.observe.json_option import JsonOption, only_json
 from cllm_bench.errors import BenchError
 from cllm_bench.kernels.cli import kernels
 from cllm_bench.machine import describe_machine
-from cllm_bench.measures import Targets
 from cllm_bench.options import Model, Quick, ReportDir, Threads
 from cllm_bench.pages.extras import check_extra
 from cllm_bench.quality.cli import kv_types, truth
 from cllm_bench.report import Report
 from cllm_bench.run import check_addresses, make_setup, run_and_report
-from cllm_bench.sizes import describe, resize, with_duration
-from cllm_bench.workloads import LONG, ONCE, SHORT, SLOW, WORKLOADS
+from cllm_bench.sizes import describe, resize
+from cllm_bench.workloads import LONG, ONCE, SHORT, WORKLOADS
 from cllm_bench.workloads.base import Setup, Workload
 
 
@@ -50,7 +49,7 @@ app.command()(kernels)
 app.command()(kv_types)
 app.command()(truth)
 
-_PEERS_HELP = "A peer: llama-server, openvino, llama-cpp-python, the address of a server, or none. May be repeated."
+_PEERS_HELP = "A peer: llama-server, the address of a server, or none. May be repeated."
 
 Url = Annotated[
     str | None, typer.Option(metavar="URL", help="Benchmark the server at this address instead of starting cLLM.")
@@ -58,7 +57,7 @@ Url = Annotated[
 ApiKey = Annotated[str | None, typer.Option(metavar="KEY", help="API key for --url.")]
 Against = Annotated[
     list[str] | None,
-    typer.Option(metavar="PEER", help=f"{_PEERS_HELP} [default: llama-server; soak and --quick: none]"),
+    typer.Option(metavar="PEER", help=f"{_PEERS_HELP} [default: llama-server; --quick: none]"),
 ]
 Repeats = Annotated[
     int | None,
@@ -75,14 +74,6 @@ Size = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME=VALUE,…", help="A size of the workload; several values make a sweep. May be repeated."),
 ]
-Duration = Annotated[
-    str | None, typer.Option(metavar="TIME", help="How long requests arrive, in mixed and soak: 90s, 30m, 2h.")
-]
-TtftTarget = Annotated[float, typer.Option(metavar="MS", min=0, help="Goodput: maximum time to first token, in ms.")]
-InterTokenTarget = Annotated[
-    float, typer.Option(metavar="MS", min=0, help="Goodput: maximum mean time between tokens, in ms.")
-]
-Tune = Annotated[bool, typer.Option("--tune", help="Only look for the peers' best settings for this workload.")]
 
 
 def _add_command(name: str, help_text: str) -> None:
@@ -97,16 +88,12 @@ def _add_command(name: str, help_text: str) -> None:
         backend: Backend = "auto",
         assignments: Set = None,
         size: Size = None,
-        duration: Duration = None,
-        ttft_target_ms: TtftTarget = 1000.0,
-        inter_token_target_ms: InterTokenTarget = 100.0,
         json: JsonOption = None,
         report: ReportDir = None,
         quick: Quick = False,
-        tune: Tune = False,
     ) -> None:
         check_extra("scipy", "cllm bench")
-        workloads = _choose(name, driven=url is not None, quick=quick, sizes=size or (), duration=duration)
+        workloads = _choose(name, driven=url is not None, quick=quick, sizes=size or ())
         setup = make_setup(
             workloads,
             model=model,
@@ -116,20 +103,17 @@ def _add_command(name: str, help_text: str) -> None:
             settings=_settings(assignments or (), model, backend),
             url=url,
             api_key=api_key,
-            against=against or (["none"] if quick or name == "soak" else ["llama-server"]),
-            targets=Targets(ttft_target_ms, inter_token_target_ms),
+            against=against or (["none"] if quick else ["llama-server"]),
         )
         check_addresses(setup)
         written = Report(describe_machine(), _described(name, setup, quick), json, report)
-        raise typer.Exit(run_and_report(workloads, setup, written, tune=tune))
+        raise typer.Exit(run_and_report(workloads, setup, written))
 
     app.command(name, help=help_text)(command)
 
 
-def _choose(name: str, *, driven: bool, quick: bool, sizes: Sequence[str], duration: str | None) -> list[Workload]:
+def _choose(name: str, *, driven: bool, quick: bool, sizes: Sequence[str]) -> list[Workload]:
     workloads = list(SHORT if name == "all" else WORKLOADS[name])
-    if quick and name == "all":
-        workloads = [workload for workload in workloads if workload.name not in SLOW]
     if driven:
         workloads = [workload for workload in workloads if workload.over_http]
         if not workloads:
@@ -138,8 +122,6 @@ def _choose(name: str, *, driven: bool, quick: bool, sizes: Sequence[str], durat
         workloads = list(dict.fromkeys(workload.quick() for workload in workloads))  # one size of each is enough
     if sizes:
         workloads = resize(workloads, sizes)
-    if duration is not None:
-        workloads = with_duration(workloads, duration)
     return workloads
 
 
@@ -161,7 +143,6 @@ def _described(name: str, setup: Setup, quick: bool) -> dict[str, Any]:
         "settings": dict(setup.settings),
         "url": setup.url,
         "against": list(setup.against),
-        "goodput": str(setup.targets),
         "quick": quick,
     }
 

@@ -34,11 +34,10 @@ class Client:
     before a server died is not lost.
     """
 
-    def __init__(self, url: str, *, api_key: str | None = None, extra: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, url: str, *, api_key: str | None = None) -> None:
         self.address = Address(url, {"authorization": f"Bearer {api_key}"} if api_key else None)
         self.answers: list[TimedResponse] = []
         self.model = ""
-        self._extra = dict(extra or {})
 
     async def __aenter__(self) -> Client:
         try:
@@ -91,7 +90,6 @@ class Client:
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
-            **self._extra,
         }
         answer = TimedResponse()
         self.answers.append(answer)

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -15,24 +14,19 @@ from typing import Any
 from cllm_bench.errors import BenchError
 from cllm_bench.http import Address, HttpError
 from cllm_bench.pages.extras import check_extra
-from cllm_bench.servers import STOP_S, Server, free_port, running, until_ready
+from cllm_bench.servers import Server, start_command
 
 _JOIN_LIMIT_S = 120.0
 _STOP_CLUSTER_S = 120.0
 """Ray, too, must have ended before something else is measured."""
-_FAKE = {
-    "backend.type": "fake",
-    "kv.disk.enabled": False,
-    "log.level": "warning",
-    "server.host": "127.0.0.1",
-}
+_FAKE = {"backend.type": "fake"}
 _CLUSTER = {"cluster.cpus": 0, "cluster.ray_port": 0, "cluster.drain_s": 1}
 
 
 @asynccontextmanager
 async def start_fake_server(settings: Mapping[str, Any]) -> AsyncIterator[Server]:
     """`cllm serve` with the fake backend."""
-    async with _start("cLLM", ["serve"], settings, STOP_S) as server:
+    async with start_command("cLLM", ["serve"], {**_FAKE, **settings}) as server:
         yield server
 
 
@@ -41,9 +35,11 @@ async def start_cluster(replicas: int, settings: Mapping[str, Any]) -> AsyncIter
     """`cllm cluster up` with a Ray of its own, ready when every replica has joined."""
     check_extra("ray", "this benchmark", "cluster")
     with tempfile.TemporaryDirectory(prefix="cllm-bench-") as directory:
-        cluster = {**_CLUSTER, "cluster.replicas": replicas, **settings}
+        cluster = {**_FAKE, **_CLUSTER, "cluster.replicas": replicas, **settings}
         environment = {"CLLM_CACHE_DIR": directory}
-        async with _start("the cluster", ["cluster", "up"], cluster, _STOP_CLUSTER_S, environment) as server:
+        async with start_command(
+            "the cluster", ["cluster", "up"], cluster, environment=environment, stop_s=_STOP_CLUSTER_S
+        ) as server:
             await _until_joined(Address(server.url), replicas)
             yield server
 
@@ -68,22 +64,3 @@ async def _until_joined(address: Address, replicas: int) -> None:
                 return
         await asyncio.sleep(0.2)
     raise BenchError(f"not all of {replicas} replicas joined the cluster within {_JOIN_LIMIT_S:.0f} s")
-
-
-@asynccontextmanager
-async def _start(
-    name: str,
-    arguments: list[str],
-    settings: Mapping[str, Any],
-    stop_s: float,
-    environment: Mapping[str, str] | None = None,
-) -> AsyncIterator[Server]:
-    port = free_port()
-    command = [sys.executable, "-m", "cllm", *arguments]
-    for key, value in {**_FAKE, **settings, "server.port": port}.items():
-        command += ["--set", f"{key}={json.dumps(value) if isinstance(value, bool) else value}"]
-    with tempfile.TemporaryFile() as log:
-        async with running(command, log, stdout=log, environment=environment, stop_s=stop_s) as process:
-            url = f"http://127.0.0.1:{port}"
-            await until_ready(Address(url), name, process, log)
-            yield Server(url, process.pid)

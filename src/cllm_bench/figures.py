@@ -16,9 +16,6 @@ Metrics = dict[str, float]
 OURS = "ours"
 """The side that is measured: cLLM, or the server that was given in its place. Other sides are peers, by name."""
 
-_ONLY_IF_NAMED = ("openvino", "llama-cpp-python")
-"""Peers that nothing is required against, unless a limit names them."""
-
 
 @dataclass(frozen=True, slots=True)
 class Limit:
@@ -26,24 +23,22 @@ class Limit:
 
     on: Literal["value", "ratio"]
     bound: float
-    others: Mapping[str, float] = field(default_factory=dict)
-    """Bounds that hold beside certain peers instead."""
-    only_named: bool = False
-    """Nothing is required beside other peers than those."""
+    only: Mapping[str, float] | None = None
+    """Bounds beside certain peers instead; nothing is required beside others."""
 
     def against(self, peer: str) -> float | None:
         """How many times better than this peer we must be; None if nothing is required."""
         if self.on == "value":
             return None
-        return self.others.get(peer, None if self.only_named or peer in _ONLY_IF_NAMED else self.bound)
+        return self.bound if self.only is None else self.only.get(peer)
 
 
 def own(bound: float) -> Limit:
     return Limit("value", bound)
 
 
-def times_the_peer(bound: float, others: Mapping[str, float] | None = None) -> Limit:
-    return Limit("ratio", bound, others or {})
+def times_the_peer(bound: float) -> Limit:
+    return Limit("ratio", bound)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,31 +72,6 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
-    """A line that a workload wants drawn in the report, such as reads per second over threads."""
-
-    plot: str
-    """The plot's title: curves that name the same one share it."""
-    name: str
-    x_label: str
-    y_label: str
-    points: Sequence[tuple[float, float]]
-    caption: str = ""
-    """A sentence that says what the plot shows."""
-    marks: Mapping[float, str] = field(default_factory=dict)
-    """Texts at values of x, such as the default number of threads."""
-
-
-@dataclass(frozen=True, slots=True)
-class SweepPoint:
-    """One of several sizes of the same work."""
-
-    work: str
-    """What is the same in all of them."""
-    clients: int
-
-
-@dataclass(frozen=True, slots=True)
 class Run:
     """One pass of a workload over one side."""
 
@@ -112,7 +82,6 @@ class Run:
     """Circumstances worth keeping: the server's settings, how busy the machine was before."""
     answers: Sequence[TimedResponse] = ()
     samples: Sequence[Sample] = ()
-    curves: Sequence[Curve] = ()
     partial: str | None = None
     """Why it ended before its work was done; its figures are then of what was done."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import mean
 
 from cllm_bench.figures import Figure, Metrics
@@ -14,18 +13,9 @@ from cllm_bench.watch import Sample
 PERCENTS = (50, 95, 99)
 
 
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """An answer is good if it begins and flows within these."""
-
-    ttft_ms: float = 1000.0
-    inter_token_ms: float = 100.0
-
-    def met_by(self, answer: TimedResponse) -> bool:
-        return answer.ttft * 1e3 <= self.ttft_ms and answer.seconds_per_token * 1e3 <= self.inter_token_ms
-
-    def __str__(self) -> str:
-        return f"first token within {self.ttft_ms:g} ms and {self.inter_token_ms:g} ms a token on average"
+GOOD_TTFT_MS = 1000.0
+GOOD_INTER_TOKEN_MS = 100.0
+"""An answer is good if it begins and, on average, flows within these."""
 
 
 COMMON: tuple[Figure, ...] = (
@@ -42,8 +32,6 @@ COMMON: tuple[Figure, ...] = (
     Figure("errors", "failed", ""),
     Figure("cpu_percent", "CPU, 100 is a core", "%"),
     Figure("resident_mb", "resident, most", "MB"),
-    Figure("read_gb_per_s", "memory read, least", "GB/s", "higher"),
-    Figure("perf_gb_per_s", "memory, by perf", "GB/s", "higher"),
     Figure("fragmentation_percent", "fragmented, most", "%"),
 )
 
@@ -54,17 +42,21 @@ def with_common(own: Sequence[Figure]) -> list[Figure]:
     return [*own, *(figure for figure in COMMON if figure.key not in named)]
 
 
-def measure(answers: Sequence[TimedResponse], samples: Sequence[Sample], targets: Targets) -> Metrics:
+def measure(answers: Sequence[TimedResponse], samples: Sequence[Sample]) -> Metrics:
     """All that can be said of what was answered; nothing is said of what was not."""
     complete = [answer for answer in answers if answer.complete]
     metrics: Metrics = {"errors": sum(answer.error is not None for answer in answers)}
     if complete:
         metrics |= latencies(complete) | degradation(complete)
         metrics |= totals([answer for answer in answers if answer.finished and answer.error is None])
-        good = sum(map(targets.met_by, complete))
+        good = sum(map(is_good, complete))
         metrics["goodput_per_s"] = good / metrics["seconds"]
         metrics["goodput_percent"] = 100 * good / sum(not answer.left for answer in answers)
     return metrics | resources(samples)
+
+
+def is_good(answer: TimedResponse) -> bool:
+    return answer.ttft * 1e3 <= GOOD_TTFT_MS and answer.seconds_per_token * 1e3 <= GOOD_INTER_TOKEN_MS
 
 
 def latencies(answers: Sequence[TimedResponse]) -> Metrics:

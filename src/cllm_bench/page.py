@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 import numpy as np
 
 from cllm_bench.figures import OURS, Run, sides
 from cllm_bench.pages.page import Page, Section, facts_table, without_empty_columns, write_page
-from cllm_bench.pages.plots import Bar, BarPlot, LinePlot, Plot, Point, Series, Style, wide
+from cllm_bench.pages.plots import Plot, Point, Series, Style, wide
 from cllm_bench.report import QUICK, Report, Result, headings, lines_of, table_lines, with_unit
 from cllm_bench.response import TimedResponse
 from cllm_bench.watch import Sample
 
 _MOST_POINTS = 500
-_FEW_POINTS = 20
-"""With so few values on an axis, such as numbers of threads, the next is often twice the last."""
 _FEWEST_VALUES = 10
 """Fewer values than this get no percentile curve."""
 _PERCENTS = [*range(100), 99.5, 100]
@@ -42,90 +38,35 @@ def page_of(report: Report) -> Page:
     if report.interrupted:
         warnings.insert(0, "This run was interrupted: the figures cover what was measured until then.")
     overview = list(_overview(report.results))
-    facts = Section("Machine and settings", tables=[facts_table({**machine_facts(machine), **report.settings})])
+    facts = Section("Machine and settings", tables=[facts_table({**machine, **report.settings})])
     subtitle = f"{report.started}, {machine['cpu']}, {machine['physical_cores']} cores"
     return Page("cLLM benchmark", subtitle, [*overview, *map(_section, report.results), facts], warnings)
 
 
-def machine_facts(machine: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "processor": f"{machine['cpu']}, {machine['physical_cores']} cores ({machine['logical_cores']} logical)",
-        "its features": machine["cpu_features"],
-        "memory": f"{machine['memory_bytes'] / 2**30:.1f} GiB",
-        "system": machine["system"],
-        "Python": machine["python"],
-        "versions": machine["versions"],
-    }
-
-
 def _overview(results: Sequence[Result]) -> Iterator[Section]:
     rows = [
-        [result.label, row.figure.label, with_unit(row.ours, row.figure.unit), *line[2:]]
+        [result.title, row.figure.label, with_unit(row.ours, row.figure.unit), *line[2:]]
         for result in results
         for row in result.rows
         for line in lines_of(row)
         if line[-2]
     ]
-    plots = [*_peers(results), *_concurrency(results)]
-    if rows or plots:
+    if rows:
         columns = ["work", "figure", "ours", "against", "its figure", "ratio", "required", "verdict"]
-        tables = [without_empty_columns(rows, columns)] if rows else []
-        yield Section("What must be reached" if rows else "Overview", _HOW_TO_READ if rows else "", tables, plots=plots)
+        yield Section("What must be reached", _HOW_TO_READ, [without_empty_columns(rows, columns)])
 
 
 @lru_cache(maxsize=64)
 def _section(result: Result) -> Section:
     """Kept: the page is written after every workload, and a plot takes a tenth of a second."""
     tables = [without_empty_columns(table_lines(result), headings(result))]
-    return Section(result.title, "", tables, result.notes, list(plots_of(result)), result.label)
+    return Section(result.title, "", tables, result.notes, list(plots_of(result)))
 
 
 def plots_of(result: Result) -> Iterator[Plot]:
     """All plots of one workload that have something to show."""
     yield from _of_answers(result)
     yield from _over_time(result)
-    yield from _curves(result)
-
-
-def _peers(results: Iterable[Result]) -> Iterator[Plot]:
-    """How many times better we are, workload by workload."""
-    bars = []
-    peers: dict[str, int] = {}
-    for result in results:
-        row = next((row for row in result.rows if row.figure.key == result.headline), None)
-        for peer, beside in row.peers.items() if row else ():
-            if row and beside.ratio:
-                ratio, colour = beside.ratio, peers.setdefault(peer, len(peers) + 1)
-                label, text = f"{result.label}: {row.figure.label}", with_unit(ratio, "x")
-                bars.append(Bar(label, ratio.estimate, text, colour, (ratio.low, ratio.high)))
-    if bars:
-        yield BarPlot(
-            title="cLLM beside its peers",
-            caption="The main figure of each workload; the lines are 95 % intervals. Right of 1, cLLM is better.",
-            size=(11, 1.1 + 0.32 * len(bars)),
-            bars=bars,
-            x_label="times better than the peer",
-            reference=1.0,
-            names=[(f"against {peer}", colour) for peer, colour in peers.items()],
-        )
-
-
-def _concurrency(results: Iterable[Result]) -> Iterator[Plot]:
-    works: dict[str, dict[int, Result]] = {}
-    for result in results:
-        if result.swept is not None:
-            works.setdefault(result.swept.work, {})[result.swept.clients] = result
-    for work, by_clients in works.items():
-        points: dict[str, list[Point]] = {}
-        for clients, result in sorted(by_clients.items()):
-            for side in sides(result.runs):
-                speeds = [run.metrics["tokens_per_s"] for run in result.runs_of(side) if "tokens_per_s" in run.metrics]
-                points.setdefault(result.shown(side), []).extend([(float(clients), median(speeds))] if speeds else [])
-        if len(by_clients) > 1:
-            title = f"Throughput against concurrency: {work}"
-            caption = "Tokens of all answers together, by the number of clients that ask at the same time."
-            series = [Series(name, line, colour, "both") for colour, (name, line) in enumerate(points.items()) if line]
-            yield from _plot(title, caption, series, "clients at once", "tokens out per second", log_x=True)
 
 
 def _of_answers(result: Result) -> Iterator[Plot]:
@@ -186,25 +127,6 @@ def _sampled(take: Callable[[Sample], float | None], runs: Sequence[Run]) -> lis
     return [(sample.seconds, value) for sample in samples if (value := take(sample)) is not None]
 
 
-def _curves(result: Result) -> Iterator[Plot]:
-    """What the workload itself wants drawn, out of the last repeat of each side."""
-    last = {run.side: run for run in result.runs}
-    curves = [curve for run in last.values() for curve in run.curves if curve.points]
-    for title in dict.fromkeys(curve.plot for curve in curves):
-        shown = [curve for curve in curves if curve.plot == title]
-        first, points = shown[0], [point for curve in shown for point in curve.points]
-        yield LinePlot(
-            title=title,
-            caption=first.caption,
-            series=[Series(curve.name, thin(curve.points), colour, "both") for colour, curve in enumerate(shown)],
-            x_label=first.x_label,
-            y_label=first.y_label,
-            log_x=len(first.points) <= _FEW_POINTS and wide([x for x, _ in points]),
-            log_y=wide([y for _, y in points]),
-            marks=first.marks,
-        )
-
-
 def _by_side(result: Result, points_of: Callable[[Sequence[Run]], list[Point]], style: Style = "line") -> list[Series]:
     """A series for each side that has more than one point."""
     lines = [(side, points_of(result.runs_of(side))) for side in sides(result.runs)]
@@ -222,13 +144,10 @@ def _plot(
     x_label: str,
     y_label: str,
     *,
-    log_x: bool = False,
     log_y: bool = False,
 ) -> Iterator[Plot]:
     if series:
-        yield LinePlot(
-            title=title, caption=caption, series=series, x_label=x_label, y_label=y_label, log_x=log_x, log_y=log_y
-        )
+        yield Plot(title=title, caption=caption, series=series, x_label=x_label, y_label=y_label, log_y=log_y)
 
 
 def thin(points: Sequence[Point]) -> list[Point]:

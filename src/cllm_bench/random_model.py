@@ -14,7 +14,6 @@ from gguf import GGMLQuantizationType, GGUFWriter
 
 from cllm.machine import mib
 from cllm.models.registry import cache_dir
-from cllm_bench.atomic_file import atomic_file
 from cllm_bench.errors import BenchError
 from cllm_bench.kernels.shapes import RMS_EPS, ROPE_BASE, Mix, Shape, matrices, norms, pick, weight_bytes
 
@@ -32,6 +31,7 @@ def random_file(shape_name: str, type_name: str, say: Say = lambda line: None) -
     target = cache_dir() / "bench" / f"random-{shape_name}-{type_name}-{_MADE}.gguf"
     if target.is_file():
         return target
+    part = target.with_suffix(".part")  # written over if a writer was killed
     needed = weight_bytes(shape, mix) + _ROOM_FOR_HEADER
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -41,8 +41,8 @@ def random_file(shape_name: str, type_name: str, say: Say = lambda line: None) -
                 f"{shape_name} as {type_name} takes {mib(needed)}, and {target.parent} has {mib(free)} left: "
                 "make room, take a smaller shape, or name another place with CLLM_CACHE_DIR"
             )
-        with atomic_file(target) as place:
-            write(place, shape, mix, f"random {shape_name} {type_name}", say)
+        write(part, shape, mix, f"random {shape_name} {type_name}", say)
+        part.replace(target)
     except OSError as error:
         raise BenchError(f"cannot write {target}: {error.strerror or error}") from error
     return target

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console, JustifyMethod
-from rich.markup import escape
-from rich.table import Table
+from rich.console import Console
 
 from cllm.observe.json_option import write_json
 from cllm_bench.errors import BenchError
-from cllm_bench.figures import OURS, Figure, PeerFigure, Row, Run, Spread, SweepPoint, sides, summarise
+from cllm_bench.figures import OURS, Figure, PeerFigure, Row, Run, Spread, sides, summarise
 from cllm_bench.stats import Interval
 
 QUICK = "Small sizes (--quick): this shows that everything runs; the figures mean nothing."
@@ -35,11 +31,6 @@ class Result:
     figures: Sequence[Figure]
     runs: Sequence[Run]
     rows: Sequence[Row]
-    headline: str | None = None
-    """The key of the figure that stands for the whole."""
-    label: str = ""
-    """The title in a few words."""
-    swept: SweepPoint | None = None
     by_side: str | None = None
     """The table has a row for each side and a column for each figure, beside those of this side."""
 
@@ -72,9 +63,6 @@ class Result:
             settings = sorted({fact["settings"] for fact in facts if fact.get("settings")})
             if settings:
                 notes.append(f"{self.shown(side)}: {'; '.join(settings)}")
-            perf = [fact["perf"] for fact in facts if "perf" in fact]
-            if side == OURS and perf:
-                notes.append(f"memory traffic by perf: {perf[0]}")
             errors = [fact["first_error"] for fact in facts if "first_error" in fact]
             if errors:
                 notes.append(f"{self.shown(side)} failed some requests, first: {errors[0]}")
@@ -82,24 +70,10 @@ class Result:
                 f"left out: {self.shown(side)}: {fact['left_out']}" for fact in facts if "left_out" in fact
             )
         notes += dict.fromkeys(note for run in self.runs for note in run.facts.get("notes", ()))
-        notes += [
-            f"{peer} was built without {', '.join(lacking)}, which cLLM's llama.cpp uses"
-            for peer in self.peers
-            if (lacking := self._lacks(peer))
-        ]
         busiest = max((run.facts.get("busy_percent_before", 0.0) for run in self.runs), default=0.0)
         if busiest > _BUSY_PERCENT:
             notes.append(f"the machine was up to {busiest:.0f} % busy before a pass: figures are doubtful")
         return notes
-
-    def _lacks(self, peer: str) -> list[str]:
-        ours, theirs = self._features(OURS), self._features(peer)
-        return sorted(ours - theirs) if ours and theirs else []
-
-    def _features(self, side: str) -> set[str]:
-        """What the side's llama.cpp was built for: "AVX512 = 1" in its own words."""
-        texts = [run.facts.get("built_for") or "" for run in self.runs if run.side == side]
-        return {name for text in texts for name in re.findall(r"(\w+) = 1", text)}
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -123,18 +97,11 @@ class Report:
     results: list[Result] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
     interrupted: bool = False
-    details: dict[str, Any] = field(default_factory=dict)
-    """More for the JSON file, by key: what a workload says in its own form."""
     started: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%S%z"))
 
     @property
     def ok(self) -> bool:
         return not self.failures and not any(result.broken_off for result in self.results)
-
-    def add_details(self, details: Mapping[str, Any]) -> None:
-        """Adds to what the report's JSON says; lists from several workloads are joined."""
-        for key, value in details.items():
-            self.details[key] = [*self.details.get(key, ()), *value] if isinstance(value, list) else value
 
     def save(self) -> list[Path]:
         """Write what there is; it is called after every workload, so that little is ever lost."""
@@ -159,24 +126,11 @@ class Report:
             "interrupted": self.interrupted,
             "workloads": [result.to_json() for result in self.results],
             "failures": self.failures,
-            **self.details,
         }
 
 
 def print_result(console: Console, result: Result) -> None:
-    if result.by_side is not None:
-        console.print("\n".join(markdown(result)), markup=False, highlight=False, soft_wrap=True)
-        return
-    table = Table(title=escape(result.title), title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    for number_of_column, heading in enumerate(headings(result)):
-        justify: JustifyMethod = "left" if heading in ("", "against", "verdict") else "right"
-        table.add_column(escape(heading), justify=justify, no_wrap=number_of_column == 0)
-    for line in table_lines(result):
-        cells = [*map(escape, line[:-1]), _coloured(line[-1])] if result.judged else map(escape, line)
-        table.add_row(*cells)
-    console.print(table)
-    for note in result.notes:
-        console.print(f"  {note}", markup=False, highlight=False, soft_wrap=True)
+    console.print("\n".join(markdown(result)), "", sep="\n", markup=False, highlight=False, soft_wrap=True)
 
 
 def headings(result: Result) -> list[str]:
@@ -224,13 +178,6 @@ def lines_of(row: Row) -> list[list[str]]:
     return lines
 
 
-def _coloured(verdict: str) -> str:
-    if not verdict:
-        return ""
-    colour = {"met": "green", "not met": "red"}.get(verdict, "yellow")
-    return f"[{colour}]{verdict}[/{colour}]"
-
-
 def print_machine(console: Console, machine: dict[str, Any]) -> None:
     gib = machine["memory_bytes"] / 2**30
     limit = f" ({machine['cpu_limit']})" if machine["cpu_limit"] else ""
@@ -262,19 +209,20 @@ def with_unit(value: Spread | Interval | None, unit: str) -> str:
 
 
 def markdown(result: Result) -> list[str]:
-    """A table with a row for each side, aligned, and what is said below it."""
+    """The table, aligned, and what is said below it."""
     rows = [headings(result), *table_lines(result)]
-    return [result.title, "", *_markdown_table(rows), "", *verdict_lines(result), *result.notes]
-
-
-def _markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The first row is that of headings."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "| " + " | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
-    ]
-    lines.insert(1, "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|")
-    return lines
+    texts = [heading in ("", "against", "verdict") for heading in rows[0]]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, texts, strict=True)
+        lines.append(
+            "| " + " | ".join(cell.ljust(width) if text else cell.rjust(width) for cell, width, text in cells) + " |"
+        )
+    rule = ("-" * (width + 1) + ("-" if text else ":") for width, text in zip(widths, texts, strict=True))
+    lines.insert(1, "|" + "|".join(rule) + "|")
+    verdicts = verdict_lines(result) if result.by_side is not None else []
+    return [result.title, "", *lines, "", *verdicts, *result.notes]
 
 
 def verdict_lines(result: Result) -> list[str]:
@@ -372,5 +320,4 @@ def _run_json(run: Run) -> dict[str, Any]:
             for answer in run.answers
         ],
         "samples": [sample._asdict() for sample in run.samples],
-        "curves": [asdict(curve) for curve in run.curves],
     }

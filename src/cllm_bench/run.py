@@ -7,14 +7,12 @@ import secrets
 import signal
 import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
-from statistics import median
 from types import FrameType
 from typing import Any, NoReturn
 
 from rich.console import Console
-from rich.table import Table
 
 from cllm.errors import CLLMError
 from cllm.models.gguf import GGUFModel
@@ -22,18 +20,13 @@ from cllm.models.registry import resolve
 from cllm.observe.json_option import goes_to_stdout
 from cllm.text.tokenizer import load_tokenizer
 from cllm_bench.client import Client
-from cllm_bench.figures import OURS, Run
+from cllm_bench.figures import OURS, Run, summarise
 from cllm_bench.http import Address
-from cllm_bench.live import LiveView, PlainView, View
-from cllm_bench.measures import Targets
-from cllm_bench.peers import PEERS, check
-from cllm_bench.peers.base import describe
+from cllm_bench.live import View
+from cllm_bench.peers import LLAMA_SERVER, check
 from cllm_bench.prompts import Encode
-from cllm_bench.report import QUICK, Report, Result, number, print_machine, print_result
-from cllm_bench.required import for_backend
-from cllm_bench.servers import start_cllm
+from cllm_bench.report import QUICK, Report, Result, print_machine, print_result
 from cllm_bench.workloads.base import PartsFailedError, Setup, Workload
-from cllm_bench.workloads.over_http import HttpWorkload
 
 INTERRUPTED = 130
 
@@ -49,12 +42,11 @@ def make_setup(
     url: str | None = None,
     api_key: str | None = None,
     against: Sequence[str] = (),
-    targets: Targets | None = None,
 ) -> Setup:
     """Everything checked before the first server starts."""
     over_http = any(workload.over_http for workload in workloads)
     peers = check(against, must_run=over_http)
-    addresses = [address for address in (url, *peers) if address is not None and address not in PEERS]
+    addresses = [address for address in (url, *peers) if address not in (None, LLAMA_SERVER)]
     for address in addresses:
         Address(address)
     return Setup(
@@ -67,7 +59,6 @@ def make_setup(
         url=url,
         api_key=api_key,
         against=peers if over_http else (),
-        targets=targets or Targets(),
         # A server that ran before must not know this run's prompts from the last one.
         salt=secrets.token_hex(4) if addresses else "",
     )
@@ -75,7 +66,7 @@ def make_setup(
 
 def check_addresses(setup: Setup) -> None:
     """A server that was given by its address must answer before anything is measured."""
-    keys = {peer: None for peer in setup.against if peer not in PEERS}
+    keys = {peer: None for peer in setup.against if peer != LLAMA_SERVER}
     given = keys if setup.url is None else {**keys, setup.url: setup.api_key}
 
     async def check_all() -> None:
@@ -87,19 +78,16 @@ def check_addresses(setup: Setup) -> None:
         asyncio.run(check_all())
 
 
-def run_and_report(workloads: Sequence[Workload], setup: Setup, report: Report, *, tune: bool = False) -> int:
+def run_and_report(workloads: Sequence[Workload], setup: Setup, report: Report) -> int:
     """Measure with what a user sees around it: progress, tables, files. The exit code."""
     console = _console()
     report.save()  # if it cannot be written, that is better known now
     print_machine(console, report.machine)
     if report.settings.get("quick"):
         console.print(QUICK)
-    with _view(console) as view:
-        seen = replace(setup, view=view)
-        run = _run_quick if report.settings.get("quick") else run_all
-        work = tune_peers(workloads, seen, console) if tune else run(workloads, seen, report, console)
-        if not _run(work):
-            report.interrupted = True
+    seen = replace(setup, view=View(Console(stderr=True)))
+    if not _run(run_all(workloads, seen, report, console)):
+        report.interrupted = True
     for file in report.save():
         if not goes_to_stdout(file):
             console.print(f"written: {file}", highlight=False, soft_wrap=True)
@@ -107,15 +95,6 @@ def run_and_report(workloads: Sequence[Workload], setup: Setup, report: Report, 
         Console(stderr=True).print("interrupted; the results so far are shown above")
         return INTERRUPTED
     return 0 if report.ok else 1
-
-
-async def _run_quick(workloads: Sequence[Workload], setup: Setup, report: Report, console: Console) -> None:
-    """All work over HTTP on one server."""
-    async with AsyncExitStack() as stack:
-        if setup.url is None and sum(workload.over_http for workload in workloads) > 1:
-            server = start_cllm(setup.model, setup.threads, setup.backend, setup.settings)
-            setup = replace(setup, running=await stack.enter_async_context(server))
-        await run_all(workloads, setup, report, console)
 
 
 async def run_all(workloads: Sequence[Workload], setup: Setup, report: Report, console: Console) -> None:
@@ -135,19 +114,16 @@ async def run_all(workloads: Sequence[Workload], setup: Setup, report: Report, c
             raise
         finally:
             if runs:
-                result = make_result(workload, setup, runs, judged=judged)
-                report.results.append(result)
-                report.add_details(workload.details(result))
+                report.results.append(make_result(workload, setup, runs, judged=judged))
             report.save()
             if runs:
-                print_result(console, result)
+                print_result(console, report.results[-1])
 
 
 def make_result(workload: Workload, setup: Setup, runs: Sequence[Run], *, judged: bool = True) -> Result:
-    """`judged`: with what must be reached, and whether it is."""
-    backend = next((run.facts["backend"] for run in runs if run.side == OURS and "backend" in run.facts), None)
-    figures = for_backend(backend, workload.name, workload.all_figures)
-    if not judged:
+    """`judged`: with what must be reached, and whether it is. llama.cpp's arithmetic need not beat its own server."""
+    figures = workload.all_figures
+    if not judged or any(run.side == OURS and run.facts.get("backend") == "llama_cpp" for run in runs):
         figures = [replace(figure, limit=None) for figure in figures]
     return Result(
         workload.name,
@@ -155,41 +131,9 @@ def make_result(workload: Workload, setup: Setup, runs: Sequence[Run], *, judged
         setup.shown(OURS),
         figures,
         runs,
-        workload.rows(figures, runs),
-        headline=workload.headline,
-        label=workload.label,
-        swept=workload.swept,
+        summarise(figures, runs),
         by_side=workload.by_side,
     )
-
-
-async def tune_peers(workloads: Sequence[Workload], setup: Setup, console: Console) -> None:
-    """Measure each peer alone under every setting that might be its best for the work."""
-    for workload in workloads:
-        for name in setup.against:
-            if isinstance(workload, HttpWorkload) and name in PEERS:
-                await _tune(workload, name, setup, console)
-
-
-async def _tune(workload: HttpWorkload, name: str, setup: Setup, console: Console) -> None:
-    figures = workload.figures[:4]
-    table = Table(title=workload.title, title_justify="left")
-    table.add_column(f"settings of {name}")
-    for figure in figures:
-        table.add_column(f"{figure.label}, {figure.unit}".rstrip(", "), justify="right")
-    for settings in PEERS[name].candidates(workload.needs):
-        setup.view.say(f"{workload.title}: {name}, {describe(settings)}")
-        candidate = replace(setup, peer_settings=settings)
-        runs: list[Run] = []
-        for repeat in range(setup.repeats):
-            await workload.one_pass(candidate, name, repeat, runs.append)
-        table.add_row(describe(settings), *(_median_of(runs, figure.key) for figure in figures))
-    console.print(table)
-
-
-def _median_of(runs: Sequence[Run], key: str) -> str:
-    values = [run.metrics[key] for run in runs if key in run.metrics]
-    return number(median(values)) if values else "-"
 
 
 def _encoder(model: str, backend: str, workloads: Sequence[Workload]) -> Encode:
@@ -203,15 +147,6 @@ def _console() -> Console:
     """Where no terminal sets a width, tables get the one they need."""
     console = Console()
     return console if console.is_terminal else Console(width=140)
-
-
-@contextmanager
-def _view(console: Console) -> Iterator[View]:
-    if console.is_terminal:
-        with LiveView.on(console) as view:
-            yield view
-    else:
-        yield PlainView(Console(stderr=True))
 
 
 def _run(work: Coroutine[Any, Any, None]) -> bool:

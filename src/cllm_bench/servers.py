@@ -10,13 +10,9 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
-from functools import lru_cache
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
-from cllm.backends.llama_cpp.library import load_library
-from cllm.errors import ModelError
 from cllm_bench.errors import BenchError
 from cllm_bench.http import Address, HttpError
 from cllm_bench.watch import pid_behind
@@ -36,8 +32,6 @@ class Server:
     url: str
     pid: int | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """What its requests must hold besides, to do the same work as others."""
 
 
 class Runner:
@@ -73,28 +67,34 @@ async def start_cllm(
     model: str, threads: int, backend: str, settings: Mapping[str, Any] | None = None
 ) -> AsyncIterator[Server]:
     """`cllm serve` with its defaults, but for what is given, and nothing kept on disk."""
+    effective = {"model.name": model, "backend.type": backend, "backend.threads": threads, **(settings or {})}
+    async with start_command("cLLM", ["serve"], effective) as server:
+        facts = {"threads": threads, **await _model_facts(Address(server.url))}
+        if settings:
+            facts["settings"] = ", ".join(f"{key} {value}" for key, value in settings.items())
+        yield replace(server, facts=facts)
+
+
+@asynccontextmanager
+async def start_command(
+    name: str,
+    arguments: Sequence[str],
+    settings: Mapping[str, Any],
+    *,
+    environment: Mapping[str, str] | None = None,
+    stop_s: float = STOP_S,
+) -> AsyncIterator[Server]:
+    """A command of `cllm` that serves, on a free port of this machine; what an earlier run computed is not found."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    effective = {
-        "model.name": model,
-        "backend.type": backend,
-        "backend.threads": threads,
-        "log.level": "warning",
-        "kv.disk.enabled": "false",  # what an earlier run computed is not to be found in this one
-        **(settings or {}),
-        "server.host": "127.0.0.1",
-        "server.port": port,
-    }
-    command = [sys.executable, "-m", "cllm", "serve"]
-    for key, value in effective.items():
-        command += ["--set", f"{key}={value}"]
+    first = {"log.level": "warning", "kv.disk.enabled": False}
+    command = [sys.executable, "-m", "cllm", *arguments]
+    for key, value in {**first, **settings, "server.host": "127.0.0.1", "server.port": port}.items():
+        command += ["--set", f"{key}={json.dumps(value) if isinstance(value, bool) else value}"]
     with tempfile.TemporaryFile() as log:
-        async with running(command, log, stdout=log) as process:
-            await until_ready(Address(url), "cLLM", process, log)
-            facts = {"threads": threads, **await _model_facts(Address(url))}
-            if settings:
-                facts["settings"] = ", ".join(f"{key} {value}" for key, value in settings.items())
-            yield Server(url, process.pid, facts)
+        async with running(command, log, stdout=log, environment=environment, stop_s=stop_s) as process:
+            await until_ready(Address(url), name, process, log)
+            yield Server(url, process.pid)
 
 
 @asynccontextmanager
@@ -106,20 +106,6 @@ async def start_runner(name: str, module: str, wanted: Mapping[str, Any]) -> Asy
             runner = Runner(name, process, log)
             runner.ready = await runner.read_line(_START_LIMIT_S)
             yield runner
-
-
-@asynccontextmanager
-async def start_bare(model: Path, threads: int, slots: int, slot_tokens: int) -> AsyncIterator[Runner]:
-    """llama.cpp with nothing around it; see `runners/bare.py`."""
-    wanted = {"model": str(model), "threads": threads, "slots": slots, "slot_tokens": slot_tokens}
-    async with start_runner("the bare llama.cpp process", "bare", wanted) as runner:
-        yield runner
-
-
-async def bare_times(bare: Runner, prompt: Sequence[int], tokens: int) -> list[float]:
-    """Seconds from the start to each token."""
-    times: list[float] = (await bare.ask(prompt=list(prompt), tokens=tokens))["times"]
-    return times
 
 
 @asynccontextmanager
@@ -162,16 +148,6 @@ async def running(
             await process.wait()
 
 
-@lru_cache(maxsize=1)
-def llama_cpp_built_for() -> str | None:
-    """The CPU features that our llama.cpp was built for; None where it is not installed."""
-    try:
-        features: bytes = load_library().api.llama_print_system_info()
-    except ModelError:
-        return None
-    return features.decode()
-
-
 async def _model_facts(address: Address) -> dict[str, Any]:
     """What cLLM says of itself; nothing where another server answers."""
     try:
@@ -179,9 +155,7 @@ async def _model_facts(address: Address) -> dict[str, Any]:
         backend = json.loads(body)["data"]["backend"] if status == 200 else None
     except (HttpError, ValueError, LookupError, TypeError):
         return {}
-    if backend != "llama_cpp":
-        return {"backend": backend} if backend else {}
-    return {"backend": backend, "built_for": llama_cpp_built_for()}
+    return {"backend": backend} if backend else {}
 
 
 async def until_ready(address: Address, name: str, process: asyncio.subprocess.Process, log: IO[bytes]) -> None:

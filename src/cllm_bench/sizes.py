@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import Field, fields, replace
 from itertools import product
@@ -10,8 +9,6 @@ from typing import Any, cast
 
 from cllm_bench.errors import BenchError
 from cllm_bench.workloads.base import Workload
-
-_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def resize(workloads: Sequence[Workload], assignments: Sequence[str]) -> list[Workload]:
@@ -30,17 +27,6 @@ def resize(workloads: Sequence[Workload], assignments: Sequence[str]) -> list[Wo
             changed = replace(cast(Any, workload), **dict(zip(sizes, combination, strict=True)))
             resized[changed] = None
     return list(resized)
-
-
-def with_duration(workloads: Sequence[Workload], duration: str) -> list[Workload]:
-    """The workloads for as long as `--duration` says."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", duration)
-    if not found or not float(found[1]):
-        raise BenchError(f"--duration is {duration!r}; it must be a time such as 90s, 30m or 2h")
-    for workload in workloads:
-        if "duration" not in {field.name for field in sizes_of(workload)}:
-            raise BenchError(f"--duration is for mixed and soak; {workload.name} ends when its requests are done")
-    return resize(workloads, [f"duration={float(found[1]) * _UNITS[found[2]]:g}"])
 
 
 def sizes_of(workload: Workload) -> list[Field[Any]]:

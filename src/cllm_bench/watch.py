@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from time import perf_counter
@@ -35,24 +34,20 @@ class Sample(NamedTuple):
 
 
 class Watcher:
-    """Samples a server once a second while its block runs. `pid` is None where the process is not on this machine."""
+    """Samples a server every `interval_s` while its block runs. `pid` is None where its process is elsewhere."""
 
-    def __init__(self, client: Client, pid: int | None) -> None:
+    def __init__(self, client: Client, pid: int | None, interval_s: float = INTERVAL_S) -> None:
         self.samples: list[Sample] = []
-        self.steps: float | None = None
-        """Steps of the engine while it was watched, where the server tells."""
-        self.kv_bytes_per_token: float | None = None
         self._client = client
         self._process = _process(pid)
+        self._interval_s = interval_s
         self._task: asyncio.Task[None] | None = None
         self._tells_kv = True
         self._begin = perf_counter()
         self._cpu_s = 0.0
         self._sampled_at = self._begin
-        self._steps_before: float | None = None
 
     async def __aenter__(self) -> Watcher:
-        self._steps_before = await self._count_steps()
         self._begin = self._sampled_at = perf_counter()
         self._cpu_s = _cpu_seconds(self._process)
         self._task = asyncio.create_task(self._watch())
@@ -66,13 +61,10 @@ class Watcher:
         await asyncio.gather(self._task, return_exceptions=True)
         if kind is None:
             await self._sample()
-            after = await self._count_steps()
-            if after is not None and self._steps_before is not None:
-                self.steps = after - self._steps_before
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(INTERVAL_S)
+            await asyncio.sleep(self._interval_s)
             await self._sample()
 
     async def _sample(self) -> None:
@@ -82,8 +74,6 @@ class Watcher:
         passed = now - self._sampled_at
         cpu = 100 * (cpu_s - self._cpu_s) / passed if self._process and passed > 0 else None
         self._cpu_s, self._sampled_at = cpu_s, now
-        if kv:
-            self.kv_bytes_per_token = kv.get("bytes_per_token")
         self.samples.append(Sample(now - self._begin, cpu, _resident_mb(self._process), *_cache(kv)))
 
     async def _read_kv(self) -> dict[str, Any] | None:
@@ -97,11 +87,6 @@ class Watcher:
             kv = None
         self._tells_kv = isinstance(kv, dict) and "bytes_per_unit" in kv
         return kv if self._tells_kv else None
-
-    async def _count_steps(self) -> float | None:
-        """Steps so far, out of the histogram of tokens per step that cLLM and vLLM publish."""
-        found = re.search(r"iteration_tokens_total_count(?:\{[^}]*\})? (\S+)", await self._client.text("/metrics"))
-        return float(found[1]) if found else None
 
 
 def resident_mb(pid: int) -> float:

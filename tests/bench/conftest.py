@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from cllm_bench.workloads import base, drafts, embed, structured
+from cllm_bench.workloads import base, drafts, structured
 
 
 @pytest.fixture(autouse=True)
 def _at_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (base, drafts, embed, structured):
+        for module in (base, drafts, structured):
             patch.setattr(module, "SETTLE_S", 0.03)
         yield

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from bench_kit import bench, make_answer
-from cllm_bench.attacks import ATTACKS, AttackSizes, ask
+from cllm_bench.attacks import ATTACKS, ask
 from cllm_bench.workloads.hostile import Hostile, worst_gap
 from thorough import slow
 
-SMALL = AttackSizes(
+SMALL = Hostile(
     header_mb=0.5,
     connections=3,
     hold_s=0.1,
@@ -74,9 +74,8 @@ def test_every_attack_sends_what_its_name_says() -> None:
 
 
 def test_bodies_at_full_size_are_within_the_limit_of_the_server() -> None:
-    sizes = AttackSizes(**{name: getattr(Hostile(), name) for name in AttackSizes.__dataclass_fields__})
     for attack in ATTACKS:
-        assert len(attack.prepare(sizes)) < 4_194_304, attack.key
+        assert len(attack.prepare(Hostile())) < 4_194_304, attack.key
 
 
 def test_the_status_is_read_and_a_closed_connection_is_none() -> None:

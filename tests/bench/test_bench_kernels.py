@@ -30,11 +30,8 @@ from cllm_bench.kernels.streams import draw_tokens, fill, step_times, tokens_per
 from cllm_bench.kernels.works import (
     ANY_MODEL,
     BEST,
-    BEST_UNIFIED,
-    ELSEWHERE_LABEL,
     FIRST_TOKEN,
     GENAI,
-    HELD,
     MANY,
     MANY_SHORT,
     MEMORY,
@@ -43,9 +40,7 @@ from cllm_bench.kernels.works import (
     ONE_SHORT,
     PREFILL,
     PREFILL_ONCE,
-    ROWS,
     SAME,
-    SAME_UNIFIED,
     SMOLLM2,
     Comparison,
     Plan,
@@ -162,10 +157,10 @@ class RecordingEngine:
         self.copies += pairs.tolist()
 
 
-def block_streams(engine: RecordingEngine, streams: int, room: int, held: int = 0) -> Any:
+def block_streams(engine: RecordingEngine, streams: int, room: int) -> Any:
     from cllm_bench.kernels.blocks import BlockStreams
 
-    return BlockStreams(engine, 50, streams, room, held)  # type: ignore[arg-type]
+    return BlockStreams(engine, 50, streams, room)  # type: ignore[arg-type]
 
 
 def test_every_stream_has_blocks_of_its_own_and_only_those_it_needs() -> None:
@@ -200,17 +195,6 @@ def test_several_tokens_of_a_stream_are_one_chunk_with_logits_of_each() -> None:
     assert (tokens, chunks, rows) == (list(range(8)), [[8, 12, 8, 2, 0, 0]], 8) and len(set(blocks)) == 2
 
 
-def test_what_others_hold_is_really_written_and_touches_no_stream() -> None:
-    engine = RecordingEngine()
-    streams = block_streams(engine, streams=1, room=32, held=320)
-    streams.decode(array("i", [1]), position=31)
-    streams.hold()
-    targets = [target for _, target in engine.copies]
-    assert len(set(targets)) == len(targets) == 20
-    assert not set(targets) & set(engine.steps[0][2])
-    assert engine.blocks >= 22
-
-
 def test_the_native_engine_does_all_kinds_of_work(tiny: Path) -> None:
     from cllm_bench.kernels.native import NativeEngine
 
@@ -219,8 +203,6 @@ def test_the_native_engine_does_all_kinds_of_work(tiny: Path) -> None:
     assert engine.first_token()["seconds"] > 0
     for work in (SMALL, replace(SMALL, steps=0, streams=1), replace(SMALL, rows=8, streams=1)):
         assert engine.speed(asdict(work), {})["tokens_per_s"] > 0
-    slow_down = engine.slow_down(asdict(SMALL), {}, held=64)
-    assert min(slow_down.values()) > 0
     memory = engine.memory(asdict(SMALL))
     assert memory["resident_bytes"] > memory["weight_bytes"] > 0 and memory["kv_bytes"] > 0
     phases = engine.profile(asdict(SMALL))
@@ -232,14 +214,11 @@ def test_llama_cpp_does_all_kinds_of_work(tiny: Path) -> None:
     from cllm_bench.kernels.llama import LlamaEngine
 
     engine = LlamaEngine(model=str(tiny), threads=2)
-    for peer in (SAME, SAME_UNIFIED):
-        for variant in peer.variants:
-            assert engine.speed(asdict(SMALL), variant)["tokens_per_s"] > 0
+    for variant in SAME.variants:
+        assert engine.speed(asdict(SMALL), variant)["tokens_per_s"] > 0
     for work in (Work("prompt", "prompt", streams=1, context=60), replace(SMALL, rows=8, streams=1)):
         assert engine.speed(asdict(work), SAME.variants[0])["tokens_per_s"] > 0
     assert engine.forget() == {}
-    slow_down = engine.slow_down(asdict(replace(SMALL, streams=1)), SAME_UNIFIED.variants[0], held=64)
-    assert min(slow_down.values()) > 0
 
 
 def test_requantised_files_are_q4_0(tiny: Path, tmp_path: Path) -> None:
@@ -349,7 +328,6 @@ class FakeRunner:
             return {"tokens_per_s": self._fake.speed(self.name, arguments["work"], arguments["variant"])}
         return {
             "limits": dict.fromkeys(kernels.LIMIT_NAMES, 1e9),
-            "slow_down": {"alone_s": 2.0, "beside_s": 2.1},
             "first_token": {"seconds": 0.5},
             "memory": {"resident_bytes": 300e6, "weight_bytes": 100e6, "kv_bytes": 150e6},
             "profile": {"matmul": 0.003, "norm": 0.001},
@@ -422,7 +400,6 @@ async def test_a_run_measures_everything_and_closes_what_it_started(tiny: Path, 
     assert [list(profile) for profile in profiles] == [[work.label] for work in SMOLLM2.works]
     assert values(runs, FIRST_TOKEN) == {0: 0.5, 1: 0.5, 2: 0.5}
     assert values(runs, MEMORY) == {0: pytest.approx(50.0)}
-    assert values(runs, HELD.key)[0] == pytest.approx(5.0)
     assert not fake.running and not any("left_out" in run.facts for run in runs)
 
 
@@ -437,7 +414,7 @@ async def test_a_peer_runs_with_its_fastest_settings(tiny: Path, fake: Fake) -> 
     runs = await measure(tiny, sections=frozenset({PREFILL.key}))
     assert set(values(runs, PREFILL.key, SAME.label).values()) == {25.0}
     said = {run.facts["settings"] for run in runs if run.side == SAME.label and "settings" in run.facts}
-    assert said == {f"{PREFILL.label}: unified off, flash off"}
+    assert said == {f"{PREFILL.label}: flash off"}
 
 
 async def test_a_peer_that_is_not_there_is_left_out_with_the_reason(tiny: Path, fake: Fake) -> None:
@@ -447,8 +424,7 @@ async def test_a_peer_that_is_not_there_is_left_out_with_the_reason(tiny: Path, 
     assert "not installed" in reason and values(runs, MANY_SHORT.key)
     (note,) = [note for note in result_of(runs).notes if note.startswith("left out")]
     assert GENAI.label in note
-    line = next(line for line in lines_of(runs) if line["against"] == GENAI.label)
-    assert line["outcome"] == "not measured"
+    assert outcome(runs, MANY_SHORT.key, GENAI.label) == ""
 
 
 async def test_work_that_fails_is_reported_and_the_rest_goes_on(tiny: Path, fake: Fake) -> None:
@@ -466,7 +442,7 @@ async def test_work_that_fails_is_reported_and_the_rest_goes_on(tiny: Path, fake
 
 
 async def test_engines_and_sections_that_were_not_asked_for_stay_out(tiny: Path, fake: Fake) -> None:
-    await measure(tiny, engines=frozenset(), sections=frozenset({ONE_SHORT.key}))
+    await measure(tiny, beside_peers=False, sections=frozenset({ONE_SHORT.key}))
     assert {name for name, _, _ in fake.asked} == {"native:tiny.gguf"}
     assert set(fake.works) == {ONE_SHORT.key}
 
@@ -476,14 +452,13 @@ async def test_another_model_does_little_work_on_the_same_file(tiny: Path, fake:
     assert {name for name, _, _ in fake.asked} == {"native:tiny.gguf", "llama:tiny.gguf"}
     for work in ANY_MODEL.works:
         assert [len(values(runs, work.key, side)) for side in (OURS, SAME.label)] == [3, 3]
-    found = {(line["key"], line["against"]): line["outcome"] for line in lines_of(runs, ANY_MODEL)}
-    assert found[ONE_BRIEF.key, SAME.label] == found[PREFILL_ONCE.key, SAME.label] == "met"
+    for work in (ONE_BRIEF, PREFILL_ONCE):
+        assert outcome(runs, work.key, SAME.label, ANY_MODEL) == "met"
     # 100 tokens a second, one a step, and 100 with 8 a step.
     assert values(runs, "rows-over-one") == {0: 8.0, 1: 8.0, 2: 8.0}
     assert values(runs, "rows-over-one", SAME.label) == {0: 8.0, 1: 8.0, 2: 8.0}
     for times, judged in ((1.4, "met"), (1.6, "not met")):
-        lines = lines_of([Run(OURS, 0, {"rows-over-one": times})], ANY_MODEL)
-        assert [line["outcome"] for line in lines if line["key"] == "rows-over-one"] == [judged]
+        assert outcome([Run(OURS, 0, {"rows-over-one": times})], "rows-over-one", plan=ANY_MODEL) == judged
 
 
 async def test_shares_are_of_the_limits_in_the_same_repeat(tiny: Path, fake: Fake) -> None:
@@ -513,14 +488,9 @@ def result_of(runs: Sequence[Run], plan: Plan = SMOLLM2) -> Any:
     return make_result(Kernels(plan, Path("model.gguf")), SETUP, runs)
 
 
-def lines_of(runs: Sequence[Run], plan: Plan = SMOLLM2) -> list[dict[str, Any]]:
-    rows = result_of(runs, plan).rows
-    return [line for row in rows for line in kernels._lines(row, plan.compared(row.figure.key))]
-
-
-def outcome(runs: Sequence[Run], key: str, against: str | None = None) -> str:
-    found: str = next(line["outcome"] for line in lines_of(runs) if (line["key"], line["against"]) == (key, against))
-    return found
+def outcome(runs: Sequence[Run], key: str, against: str | None = None, plan: Plan = SMOLLM2) -> str:
+    row = next(row for row in result_of(runs, plan).rows if row.figure.key == key)
+    return str(row.verdict(against) or "")
 
 
 @pytest.mark.parametrize(
@@ -533,7 +503,6 @@ def outcome(runs: Sequence[Run], key: str, against: str | None = None) -> str:
         (ONE_LONG, SAME, 3.0),
         (MANY, SAME, 3.5),
         (MANY, BEST, 2.5),
-        (MANY, BEST_UNIFIED, 2.5),
         (MANY_SHORT, GENAI, 1.3),
     ],
 )
@@ -555,8 +524,6 @@ def test_what_is_for_information_has_no_verdict() -> None:
     ("key", "within", "beyond"),
     [
         (FIRST_TOKEN, 1.4, 1.6),
-        (HELD.key, 1.9, 2.1),
-        (HELD.key, -3.0, 2.5),
         (MEMORY, 149.0, 151.0),
         ("packed-over-file", 1.03, 1.031),
         ("prefill-share", 0.66, 0.64),
@@ -564,16 +531,10 @@ def test_what_is_for_information_has_no_verdict() -> None:
     ],
 )
 def test_our_own_bounds(key: str, within: float, beyond: float) -> None:
-    peer = Run(SAME_UNIFIED.label, 0, {key: 500.0})  # it stands beside ours, and a ratio would mean nothing
+    peer = Run(SAME.label, 0, {key: 500.0})  # it stands beside ours, and a ratio would mean nothing
     assert outcome([Run(OURS, 0, {key: within}), peer], key) == "met"
     assert outcome([Run(OURS, 0, {key: beyond}), peer], key) == "not met"
-    assert outcome([Run(OURS, 0, {key: within}), peer], key, SAME_UNIFIED.label) == ""
-
-
-def test_numbers_from_elsewhere_are_named_as_such() -> None:
-    runs = [Run(OURS, 0, {PREFILL.key: 700.0, MANY.key: 45.0}), Run(ELSEWHERE_LABEL, 0, SMOLLM2.elsewhere)]
-    assert outcome(runs, PREFILL.key, ELSEWHERE_LABEL) == "met"
-    assert outcome(runs, MANY.key, ELSEWHERE_LABEL) == "not met"
+    assert outcome([Run(OURS, 0, {key: within}), peer], key, SAME.label) == ""
 
 
 # --- the command ---
@@ -587,29 +548,31 @@ def invoke(*arguments: str) -> Any:
 
 def test_the_command_prints_and_writes(tiny: Path, fake: Fake, tmp_path: Path) -> None:
     file = tmp_path / "deep" / "k.json"
-    arguments = ("--quick", "--json", str(file), "--only", "prefill", "--against", "llama", "--profile")
+    arguments = ("--quick", "--json", str(file), "--only", "prefill", "--against", "all", "--profile")
     result = invoke("--model", str(tiny), *arguments)
     assert result.exit_code == 0, result.output
     assert PREFILL.label in result.output and MANY.label not in result.output
     assert str(tiny) in result.output and "matmul 3.00 ms (75.0%)" in result.output
     content = json.loads(file.read_text())
     assert content["settings"]["only"] == ["prefill"] and content["workloads"][0]["name"] == "kernels"
-    (line,) = [line for line in content["lines"] if line["key"] == "prefill" and line["against"]]
-    assert line["ours"]["median"] == 100.0 and line["outcome"] == "" and line["ratio"]["estimate"] == 4.0
-    assert {"what": "prefill", "who": "cLLM", "values": [100.0]} in content["values"]
-    assert content["facts"]["cLLM"]["weight_bytes"] == 100_000 and content["profiles"] and not content["failures"]
+    (row,) = [row for row in content["workloads"][0]["rows"] if row["key"] == "prefill"]
+    beside = row["peers"][SAME.label]
+    assert row["ours"]["median"] == 100.0 and beside["ratio"]["estimate"] == 4.0 and beside["met"] is None
+    runs = [run for run in content["workloads"][0]["runs"] if run["side"] == OURS]
+    assert runs[0]["facts"]["engine"]["weight_bytes"] == 100_000 and not content["failures"]
+    assert any("profile" in run["facts"] for run in runs)
     asked = [arguments["work"] for _, do, arguments in fake.asked if do == "speed"]
     assert asked and all(work["context"] == 64 for work in asked)
 
 
 def test_only_a_whole_measurement_is_judged(tiny: Path, fake: Fake, tmp_path: Path) -> None:
     file = tmp_path / "k.json"
-    for quick, outcome in ((["--quick"], ""), ([], "met")):
-        arguments = (*quick, "--only", "prefill", "--against", "llama", "--repeats", "1", "--json", str(file))
+    for quick, met in ((["--quick"], None), ([], True)):
+        arguments = (*quick, "--only", "prefill", "--against", "all", "--repeats", "1", "--json", str(file))
         result = invoke("--model", str(tiny), *arguments)
         assert result.exit_code == 0, result.output
-        lines = json.loads(file.read_text())["lines"]
-        assert [line["outcome"] for line in lines if line["key"] == "prefill" and line["against"]] == [outcome]
+        rows = json.loads(file.read_text())["workloads"][0]["rows"]
+        assert [row["peers"][SAME.label]["met"] for row in rows if row["key"] == "prefill"] == [met]
         assert [word in result.output for word in ("required", "verdict")] == [not quick] * 2
 
 
@@ -624,11 +587,11 @@ def test_the_command_writes_the_file_of_a_shape_and_measures_it(
     assert result.exit_code == 0, result.output
     (written,) = (tmp_path / "bench").iterdir()
     saved = json.loads(file.read_text())["settings"]
-    assert (saved["shape"], saved["type"], saved["file"]) == ("tiny", "q5_k_m", str(written))
+    assert (saved["shapes"], saved["type"]) == (["tiny"], "q5_k_m")
     assert {name for name, _, _ in fake.asked} == {f"native:{written.name}", f"llama:{written.name}"}
 
 
-def test_other_models_borrow_works_of_the_default_one_without_its_bounds_and_files(
+def test_other_models_take_works_of_the_default_one_without_its_bounds_and_files(
     tiny: Path, fake: Fake, tmp_path: Path
 ) -> None:
     file = tmp_path / "k.json"
@@ -636,26 +599,17 @@ def test_other_models_borrow_works_of_the_default_one_without_its_bounds_and_fil
     result = invoke("--model", str(tiny), "--repeats", "1", "--against", "all", "--json", str(file), *only)
     assert result.exit_code == 0, result.output
     assert {name for name, _, _ in fake.asked} <= {f"native:{tiny.name}", f"llama:{tiny.name}"}
-    assert "ik_llama.cpp" not in result.output and "Q4_0" not in result.output
-    required = {line["key"]: line["must_reach"] for line in json.loads(file.read_text())["lines"]}
-    assert required["decode-512"] == required["first-token"] == ""
+    assert "Q4_0" not in result.output
+    rows = {row["key"]: row for row in json.loads(file.read_text())["workloads"][0]["rows"]}
+    assert rows["decode-512"]["peers"][SAME.label]["required"] is None and rows["first-token"]["required"] is None
     assert set(fake.works) == {"decode-512", "rows-8"}
 
 
-def test_borrowed_sections_are_for_information_and_the_own_ones_judged() -> None:
-    plan = ANY_MODEL.borrow(["prefill", "decode-2048", "memory"], SMOLLM2)
-    assert plan.sections == (*ANY_MODEL.sections, ONE_LONG.key, MEMORY)
+def test_works_of_another_plan_are_for_information() -> None:
+    plan = ANY_MODEL.including(["prefill", "decode-2048"])
+    assert plan.sections == (*ANY_MODEL.sections, ONE_LONG.key)
     assert plan.comparisons[len(ANY_MODEL.comparisons) :] == (Comparison(ONE_LONG, SAME),)
-    assert not plan.elsewhere and (plan.bound(MEMORY, 1.0), plan.bound(ROWS.key, 1.0)) == (None, 1.0)
-    assert SMOLLM2.borrow(SMOLLM2.sections, ANY_MODEL) == SMOLLM2
-
-
-def test_a_peer_that_nothing_is_compared_with_is_refused() -> None:
-    result = invoke("--shape", "1B", "--against", "genai")
-    assert isinstance(result.exception, BenchError)
-    assert "nothing that would be measured is compared with it; give --only with one of decode-32x330" in str(
-        result.exception
-    )
+    assert SMOLLM2.including(SMOLLM2.sections) == SMOLLM2
 
 
 def test_an_unwritable_json_file_is_known_before(tiny: Path, fake: Fake, tmp_path: Path) -> None:

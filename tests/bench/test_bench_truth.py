@@ -67,13 +67,18 @@ def test_the_command_holds_every_side_against_the_truth(tmp_path: Path) -> None:
     result = invoke("--model", str(model), "--text", str(text), "--quick", "--threads", "1", *sets, "--json", str(file))
     assert result.exit_code == 0, result.output
     saved = json.loads(file.read_text())
-    sides = {(side["engine"], side["computed_with"], side["kv_type"]): side["mean_kl"] for side in saved["sides"]}
+    runs = [run for run in saved["workloads"][0]["runs"] if "way" in run["facts"]]
+    sides = {
+        (run["facts"]["engine"], run["facts"]["way"], run["facts"]["kv_type"]): run["metrics"]["mean_kl"]
+        for run in runs
+    }
     native = {("native", "generic", kv_type) for kv_type in ("f16", "q8_0", "q4_0")}
     llama = {("llama.cpp", "flash attention on", kv_type) for kv_type in ("f16", "q8_0", "q4_0")}
     assert set(sides) == native | llama | {("llama.cpp", "flash attention off", "f16")}
     assert all(0 < divergence < 0.1 for divergence in sides.values())
     assert sides["native", "generic", "q4_0"] > 2 * sides["native", "generic", "f16"]
-    assert saved["truth"]["perplexity"] == pytest.approx(saved["sides"][0]["perplexity"], rel=0.02)
+    truth = saved["workloads"][0]["runs"][0]["metrics"]["perplexity"]
+    assert truth == pytest.approx(runs[0]["metrics"]["perplexity"], rel=0.02)
     assert "mean nothing" in result.output and "mean KL" in result.output
 
 

@@ -24,18 +24,16 @@ class BlockStreams:
         n_vocab: int,
         streams: int,
         room: int,
-        held: int = 0,
         *,
         type_k: str = KV_TYPE,
         type_v: str = KV_TYPE,
     ) -> None:
         self._engine = engine
         per_stream = -(-room // BLOCK)
-        used, others = streams * per_stream, -(-held // BLOCK)
-        engine.allocate(blocks=SPARE * (used + others), block_size=BLOCK, type_k=type_k, type_v=type_v)
-        placed = np.random.default_rng(streams).permutation(used + others).astype(np.int32)
-        self._tables = placed[:used].reshape(streams, per_stream)
-        self._others = placed[used:]
+        used = streams * per_stream
+        engine.allocate(blocks=SPARE * used, block_size=BLOCK, type_k=type_k, type_v=type_v)
+        placed = np.random.default_rng(streams).permutation(used).astype(np.int32)
+        self._tables = placed.reshape(streams, per_stream)
         self._n_vocab = n_vocab
         self._logits = np.empty((streams, n_vocab), np.float32)
         self.tokens_used = used * BLOCK
@@ -44,7 +42,10 @@ class BlockStreams:
         self._step(tokens, self._tables[:1], 0, len(tokens))
 
     def share(self) -> None:
-        self._copy_first_to(self._tables[1:])
+        others = self._tables[1:]
+        if others.size:
+            sources = np.broadcast_to(self._tables[0], others.shape)
+            self._engine.copy_blocks(np.stack([sources.ravel(), others.ravel()], axis=1))
 
     def decode(self, tokens: Tokens[int], position: int) -> None:
         """Fewer tokens than there are streams: the first ones."""
@@ -56,17 +57,6 @@ class BlockStreams:
 
     def rewind(self, position: int) -> None:
         """What lies behind is written over."""
-
-    def hold(self) -> None:
-        """The others' blocks, each with K/V of its own."""
-        first = self._tables[0]
-        whole = len(self._others) // len(first) * len(first)
-        self._copy_first_to(self._others[:whole].reshape(-1, len(first)))
-
-    def _copy_first_to(self, tables: NDArray[np.int32]) -> None:
-        if tables.size:
-            sources = np.broadcast_to(self._tables[0], tables.shape)
-            self._engine.copy_blocks(np.stack([sources.ravel(), tables.ravel()], axis=1))
 
     def _step(
         self, tokens: Tokens[int], tables: NDArray[np.int32], position: int, count: int, *, wanted: int = 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from cllm.backends.base import Chunk
@@ -13,7 +12,7 @@ from cllm.backends.llama_cpp.library import load_library
 from cllm.backends.llama_cpp.model import load_model, read_shape
 from cllm.backends.llama_cpp.slots import LlamaSlotOps
 from cllm.kv.ops import SlotGeometry
-from cllm_bench.kernels.streams import Tokens, fill, median_step_s, tokens_per_s
+from cllm_bench.kernels.streams import Tokens, fill, tokens_per_s
 from cllm_bench.kernels.works import Work
 
 BATCH = 2048
@@ -36,8 +35,8 @@ class SequenceStreams:
             self._context.decode([Chunk(part, start, start + len(part) == len(tokens), 0)])
 
     def share(self) -> None:
-        # Through bytes: llama.cpp's own copy shares the cells of a unified cache, which real streams cannot.
-        self.copy_to(self._slots[1:])
+        for slot in self._slots[1:]:
+            self._ops.copy(0, slot)
 
     def decode(self, tokens: Tokens[int], position: int) -> None:
         self._context.decode([Chunk(tokens[slot : slot + 1], position, True, slot) for slot in self._slots])
@@ -49,14 +48,6 @@ class SequenceStreams:
         for slot in self._slots:
             self._ops.remove(slot, position)
 
-    def copy_to(self, slots: range) -> None:
-        for slot in slots:
-            self._ops.copy(0, slot)
-
-    def empty(self, slots: range) -> None:
-        for slot in slots:
-            self._ops.remove(slot, 0)
-
 
 class LlamaEngine:
     def __init__(self, *, model: str, threads: int) -> None:
@@ -64,7 +55,7 @@ class LlamaEngine:
         self._model = load_model(self._library, Path(model), mmap=True, mlock=False)
         self._n_vocab = read_shape(self._library.api, self._model).n_vocab
         self._threads = threads
-        self._contexts: dict[tuple[Work, bool, bool], tuple[Context, SequenceStreams]] = {}
+        self._contexts: dict[tuple[Work, bool], tuple[Context, SequenceStreams]] = {}
 
     def describe(self) -> dict[str, Any]:
         return {"built_for": self._library.cpu_feature(), "version": self._library.version}
@@ -81,44 +72,24 @@ class LlamaEngine:
         self._contexts.clear()
         return {}
 
-    def slow_down(self, work: Mapping[str, Any], variant: Mapping[str, Any], held: int) -> dict[str, float]:
-        """Step times of one stream, alone in the cache and beside what others hold."""
-        self.forget()
-        todo = Work(**work)
-        others = range(1, 1 + held // todo.context)
-        tokens = todo.room + held
-        context = self._open(tokens, 1 + len(others), **variant)
-        streams = SequenceStreams(context, todo.streams)
-        alone, beside = [], []
-        try:
-            for _ in range(todo.rounds):
-                streams.empty(others)
-                fill(streams, todo, self._n_vocab)
-                alone.append(median_step_s(streams, todo, self._n_vocab))
-                streams.copy_to(others)
-                beside.append(median_step_s(streams, todo, self._n_vocab))
-        finally:
-            context.close()
-        return {"alone_s": median(alone), "beside_s": median(beside)}
-
-    def _streams_for(self, work: Work, *, unified: bool, flash: bool) -> SequenceStreams:
-        key = (work, unified, flash)
+    def _streams_for(self, work: Work, *, flash: bool) -> SequenceStreams:
+        key = (work, flash)
         if key not in self._contexts:
             room = -(-work.room // PADDING) * PADDING
             sequences = max(work.streams, work.rows)  # as many rows of logits as a context has sequences
-            context = self._open(sequences * room, sequences, unified=unified, flash=flash)
+            context = self._open(sequences * room, sequences, flash=flash)
             streams = SequenceStreams(context, work.streams)
             if work.steps:
                 fill(streams, work, self._n_vocab)
             self._contexts[key] = (context, streams)
         return self._contexts[key][1]
 
-    def _open(self, tokens: int, sequences: int, *, unified: bool, flash: bool) -> Context:
+    def _open(self, tokens: int, sequences: int, *, flash: bool) -> Context:
         api = self._library.api
         params = api.llama_context_default_params()
         params.n_batch, params.n_ubatch = BATCH, MICRO_BATCH
         params.n_threads = params.n_threads_batch = self._threads
-        params.kv_unified = unified
+        params.kv_unified = False
         params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else api.LLAMA_FLASH_ATTN_TYPE_DISABLED
         params.offload_kqv = params.op_offload = False
         params.no_perf = True

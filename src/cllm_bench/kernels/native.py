@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -14,7 +13,7 @@ from cllm.backends.native.loader import load_engine
 from cllm.models.gguf import GGUFModel
 from cllm_bench.kernels.blocks import KV_TYPE, BlockStreams
 from cllm_bench.kernels.limits import machine_limits
-from cllm_bench.kernels.streams import draw_tokens, fill, median_step_s, tokens_per_s
+from cllm_bench.kernels.streams import draw_tokens, fill, tokens_per_s
 from cllm_bench.kernels.works import Work
 
 FIRST_PROMPT = 16
@@ -47,19 +46,6 @@ class NativeEngine:
 
     def limits(self, seconds: float) -> dict[str, float]:
         return machine_limits(self._engine, seconds)
-
-    def slow_down(self, work: Mapping[str, Any], variant: Mapping[str, Any], held: int) -> dict[str, float]:
-        """Step times of one stream, alone in the arena and beside what others hold."""
-        self._filled = None
-        todo = Work(**work)
-        alone, beside = [], []
-        for _ in range(todo.rounds):
-            streams = BlockStreams(self._engine, self._n_vocab, todo.streams, todo.room, held)
-            fill(streams, todo, self._n_vocab)
-            alone.append(median_step_s(streams, todo, self._n_vocab))
-            streams.hold()
-            beside.append(median_step_s(streams, todo, self._n_vocab))
-        return {"alone_s": median(alone), "beside_s": median(beside)}
 
     def memory(self, work: Mapping[str, Any]) -> dict[str, float]:
         """What the whole process has in memory after the work, and what it must have."""

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from cllm.backends.llama_cpp.library import load_library
 from cllm.models.dequantise import DEQUANTISED, dequantised_rows
 from cllm.models.gguf import GGUFModel, TensorFile
-from cllm_bench.atomic_file import atomic_file
 
 _FLOATS = ctypes.POINTER(ctypes.c_float)
 
@@ -26,7 +25,9 @@ def requantise(model: Path, target: Path) -> None:
     source = GGUFModel.open(model)
     reader = GGUFReader(source.path)
     types = {name: _new_type(source, name) for name in source.tensors}
-    with atomic_file(target) as place, place.open("wb") as out, TensorFile(source) as file:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_suffix(".part")
+    with part.open("wb") as out, TensorFile(source) as file:
         with source.path.open("rb") as original:
             out.write(original.read(int(reader.tensors[0].field.offset)))
         _write_directory(source, types, out, reader.alignment)
@@ -34,6 +35,7 @@ def requantise(model: Path, target: Path) -> None:
             _pad(out, reader.alignment)
             for piece in _pieces(file, source, name, kind):
                 out.write(piece.tobytes())
+    part.replace(target)
 
 
 def _write_directory(source: GGUFModel, types: dict[str, int], out: IO[bytes], alignment: int) -> None:

@@ -1,4 +1,4 @@
-"""Real shapes, the types their matrices have in a file, and engines with random weights of them.
+"""Real shapes, and the types their matrices have in a file.
 
 What a step costs depends on shape and types, not on the values.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -17,7 +17,6 @@ from cllm_bench.errors import BenchError
 from cllm_bench.random_blocks import BLOCK_TYPES, BlockType, fitting
 
 if TYPE_CHECKING:
-    from cllm._native import Engine
     from cllm.models.gguf import GGUFModel
 
 RMS_EPS = 1e-5
@@ -48,11 +47,6 @@ class Shape:
             "ffn_up": (self.n_ff, self.n_embd),
             "ffn_down": (self.n_embd, self.n_ff),
         }
-
-    @property
-    def macs_per_token(self) -> float:
-        """Multiply-adds with weights that a prompt's token takes; without the head, which only the last one needs."""
-        return float(self.n_layers * sum(rows * columns for rows, columns in self.matrices.values()))
 
 
 SHAPES = {
@@ -153,36 +147,12 @@ def file_read_per_token(model: GGUFModel) -> float:
 
 
 def file_macs_per_token(model: GGUFModel) -> float:
-    """As `Shape.macs_per_token`."""
+    """Multiply-adds with weights that a prompt's token takes; without the head, which only the last one needs."""
     shape = model.shape
     n_ff = model.get(f"{shape.architecture}.feed_forward_length", 0)
     queries, keys = shape.n_heads * shape.head_dim_k, shape.n_kv_heads * shape.head_dim_k
     values, mixed = shape.n_kv_heads * shape.head_dim_v, shape.n_heads * shape.head_dim_v
     return float(shape.n_layers * shape.n_embd * (queries + keys + values + mixed + 3 * n_ff))
-
-
-def random_engine(shape: Shape, mix: Mix, threads: int, instruction_set: str) -> Engine:
-    from cllm._native import Engine  # names of shapes are of use without it
-
-    engine = Engine(
-        instruction_set=instruction_set,
-        threads=threads,
-        rms_eps=RMS_EPS,
-        rope_base=ROPE_BASE,
-        rope_dims=shape.head_dim,
-        rope_neox=False,
-        rope_frequency_scale=1.0,
-        **asdict(shape),
-    )
-    ones = np.ones(shape.n_embd, np.float32).view(np.uint8)
-    for matrix in matrices(shape, mix):
-        raw = np.concatenate(list(matrix.pieces())).reshape(-1)
-        engine.load(matrix.layer, matrix.role, matrix.type.number, matrix.rows, matrix.columns, raw)
-    for name in norms(shape):
-        *layer, role, _ = name.removeprefix("blk.").split(".")
-        engine.load(int(layer[0]) if layer else -1, role, BLOCK_TYPES["f32"].number, 1, shape.n_embd, ones)
-    engine.seal()
-    return engine
 
 
 def _gets_more_bits(layer: int, n_layers: int) -> bool:

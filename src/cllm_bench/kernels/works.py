@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cllm_bench.errors import BenchError
@@ -59,9 +59,6 @@ PREFILL_ONCE = replace(PREFILL, rounds=1)
 SOME = Work("decode-8x512", "decode, 8 streams, context 512", streams=8, context=512, steps=32)
 SCALING_WORKS = (PREFILL, ONE_SHORT, ONE_MIDDLE, ONE_LONG, SOME, MANY)
 
-HELD = Work("held", "1 stream at 512 while others hold 20,000 tokens", streams=1, context=512, steps=48, rounds=3)
-HELD_TOKENS = 20_000
-
 # Names of what is measured beside the works.
 FIRST_TOKEN = "first-token"
 MEMORY = "memory"
@@ -85,17 +82,11 @@ class Peer:
         return (self.engine, self.requantised)
 
 
-def _llama(label: str, *, requantised: bool, unified: bool) -> Peer:
-    variants = tuple({"unified": unified, "flash": flash} for flash in (True, False))
-    return Peer(f"llama.cpp {label}", "llama", requantised, variants)
-
-
-SAME = _llama("same file", requantised=False, unified=False)
-SAME_USUAL = replace(SAME, variants=({"unified": False, "flash": True},))
+_FLASH = tuple({"flash": flash} for flash in (True, False))
+SAME = Peer("llama.cpp same file", "llama", variants=_FLASH)
+SAME_USUAL = replace(SAME, variants=_FLASH[:1])
 """As llama.cpp runs by itself. In short contexts its other settings are as fast."""
-SAME_UNIFIED = _llama("same file, unified", requantised=False, unified=True)
-BEST = _llama("Q4_0", requantised=True, unified=False)
-BEST_UNIFIED = _llama("Q4_0, unified", requantised=True, unified=True)
+BEST = Peer("llama.cpp Q4_0", "llama", requantised=True, variants=_FLASH)
 GENAI = Peer("OpenVINO GenAI same file", "genai")
 
 
@@ -105,12 +96,6 @@ class Comparison:
     peer: Peer
     times: float | None = None
     """How many times as fast we must be; None where it is for information."""
-
-
-_ELSEWHERE = {PREFILL.key: 658.0, ONE_SHORT.key: 164.0, MANY.key: 46.0}
-"""ik_llama.cpp's best tokens a second with smollm2, measured once on two cores of another machine, which has AVX2 only.
-Its 32 streams stood in one unified cache."""
-ELSEWHERE_LABEL = "ik_llama.cpp, elsewhere"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +110,7 @@ class Plan:
     """The share of the cores' multiply-adds that prefill must reach."""
     apart: tuple[str, ...] = ()
     """Names of what is measured beside the works."""
-    elsewhere: Mapping[str, float] = field(default_factory=dict)
     repeats: int = 5
-    borrowed: frozenset[str] = frozenset()
-    """Sections of another plan, for information: nothing must be reached."""
 
     @property
     def sections(self) -> tuple[str, ...]:
@@ -137,30 +119,13 @@ class Plan:
     def peers_of(self, work: Work) -> list[Peer]:
         return [comparison.peer for comparison in self.comparisons if comparison.work is work]
 
-    def compared(self, section: str) -> list[str]:
-        """What a section stands beside, by label."""
-        peers = [comparison.peer.label for comparison in self.comparisons if comparison.work.key == section]
-        return [*peers, *([ELSEWHERE_LABEL] if section in self.elsewhere else [])]
-
-    def bound(self, section: str, value: float) -> float | None:
-        return None if section in self.borrowed else value
-
-    def borrow(self, wanted: Collection[str], other: Plan) -> Plan:
-        """This plan with those wanted sections that only the other has. No file is made for them."""
-        lacking = (set(wanted) & set(other.sections)) - set(self.sections)
+    def including(self, wanted: Collection[str]) -> Plan:
+        """This plan with works that only the other one has, for information, beside llama.cpp on the same file."""
+        more = [work for key, work in _WORKS.items() if key in wanted and key not in self.sections]
         return replace(
             self,
-            works=(*self.works, *(work for work in other.works if work.key in lacking)),
-            comparisons=(
-                *self.comparisons,
-                *(
-                    replace(comparison, times=None)
-                    for comparison in other.comparisons
-                    if comparison.work.key in lacking and not comparison.peer.requantised
-                ),
-            ),
-            apart=(*self.apart, *(section for section in other.apart if section in lacking)),
-            borrowed=frozenset(lacking),
+            works=(*self.works, *more),
+            comparisons=(*self.comparisons, *(Comparison(work, SAME) for work in more)),
         )
 
 
@@ -175,17 +140,13 @@ SMOLLM2 = Plan(
         Comparison(ONE_MIDDLE, BEST),
         Comparison(ONE_LONG, SAME, 3.0),
         Comparison(ONE_LONG, BEST),
-        Comparison(MANY, SAME_UNIFIED),
         Comparison(MANY, SAME, 3.5),
-        Comparison(MANY, BEST_UNIFIED, 2.5),
         Comparison(MANY, BEST, 2.5),
         Comparison(MANY_SHORT, GENAI, 1.3),
-        Comparison(HELD, SAME_UNIFIED),
     ),
     stream_share=0.7,
     prefill_share=0.65,
-    apart=(HELD.key, FIRST_TOKEN, MEMORY),
-    elsewhere=_ELSEWHERE,
+    apart=(FIRST_TOKEN, MEMORY),
 )
 """The default model, in full."""
 
@@ -202,10 +163,10 @@ ANY_MODEL = Plan(
 )
 """Other models, which may be large: little work, on the same file. 1B takes about two minutes on two cores."""
 
-SECTIONS = tuple(dict.fromkeys((*SMOLLM2.sections, *ANY_MODEL.sections)))
+_WORKS = {work.key: work for work in (*ANY_MODEL.works, *SMOLLM2.works)}
+SECTIONS = (*_WORKS, FIRST_TOKEN, MEMORY)
 
 FIRST_TOKEN_S = 1.5
-SLOW_DOWN_PERCENT = 2.0
 MEMORY_OVER_MB = 150.0
 PACKED_OVER_FILE = 1.03
 ROWS_OVER_ONE = 1.5

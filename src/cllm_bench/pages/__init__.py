@@ -1,4 +1,4 @@
-"""Reports of benchmarks and simulations.
+"""Reports of benchmarks.
 
 extras.py      checks, before the work, that it can be drawn and written
 plots.py       plots by matplotlib, which is imported when the first one is drawn

@@ -8,21 +8,10 @@ from pathlib import Path
 from cllm.errors import CLLMError
 from cllm.machine import install_extra
 
-PLOT_FORMATS = (".svg", ".png", ".pdf")
-
 
 def check_extra(module: str, what: str, extra: str = "bench") -> None:
     if find_spec(module) is None:
         raise CLLMError(f"{what} needs {module}; install it with: {install_extra(extra)}")
-
-
-def check_plot(file: Path | None) -> Path | None:
-    """For the option --plot."""
-    if file is not None:
-        if file.suffix not in PLOT_FORMATS:
-            raise CLLMError(f"--plot {file}: the file must end in {', '.join(PLOT_FORMATS)}")
-        check_extra("matplotlib", "--plot")
-    return file
 
 
 def check_report(directory: Path | None) -> Path | None:

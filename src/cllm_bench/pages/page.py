@@ -39,8 +39,6 @@ class Section:
     tables: Sequence[Table] = ()
     notes: Sequence[str] = ()
     plots: Sequence[Plot] = ()
-    label: str = ""
-    """The heading in a few words, for the links on top."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Programs that run in a process of their own: servers to measure, and the bare library.
+"""Programs that run in a process of their own: a peer's server, and engines without one.
 
 Each prints one line of JSON when it is ready, and ends when its standard input does: none outlives the benchmark.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -17,10 +16,6 @@ from cllm.errors import CLLMError
 
 Handler = Callable[..., dict[str, Any]]
 """Gets the fields of a request."""
-
-
-def say_ready(**facts: Any) -> None:
-    print(json.dumps(facts), flush=True)
 
 
 def answer_lines(start: Callable[[], tuple[dict[str, Any], Handler]]) -> None:
@@ -61,12 +56,3 @@ def end_with_stdin() -> None:
         os._exit(0)
 
     threading.Thread(target=watch, name="end-with-stdin", daemon=True).start()
-
-
-def listening_socket() -> tuple[socket.socket, str]:
-    """A local socket on any free port, and its address. Who connects before the server runs waits for it."""
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(1024)
-    return listener, f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -1,7 +1,7 @@
 """Runs llama.cpp's own HTTP server out of the wheel `xllamacpp`.
 
 python -m cllm_bench.runners.llama_server '{"model": "file.gguf", "threads": 2, "slots": 8, "slot_tokens": 512,
-                                            "unified": false, "batch": 2048}'
+                                            "batch": 2048}'
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import sys
 from typing import Any
 
 import xllamacpp
-
-from cllm_bench.runners import say_ready
 
 
 def server_params(wanted: dict[str, Any]) -> Any:
@@ -24,7 +22,7 @@ def server_params(wanted: dict[str, Any]) -> Any:
     params.n_ctx = wanted["slots"] * wanted["slot_tokens"]
     params.n_batch = wanted["batch"]
     params.n_ubatch = min(512, wanted["batch"])
-    params.kv_unified = wanted["unified"]
+    params.kv_unified = False
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
     params.cont_batching = True
     params.cache_prompt = True
@@ -37,7 +35,7 @@ def server_params(wanted: dict[str, Any]) -> Any:
 
 def main() -> None:
     server = xllamacpp.Server(server_params(json.loads(sys.argv[1])))
-    say_ready(url=server.listening_address, built_for=xllamacpp.get_system_info())
+    print(json.dumps({"url": server.listening_address}), flush=True)
     sys.stdin.read()
 
 

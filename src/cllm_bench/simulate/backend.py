@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cllm.backends.base import Backend, BackendTraits, Chunk, Logits, StepResult
 from cllm.errors import BackendError
-from cllm.kv.ops import Geometry, Move, SavedKV, SlotGeometry, SlotOps
+from cllm.kv.ops import Geometry, Move
 from cllm.models.shape import ModelShape
 from cllm_bench.simulate.cost import CostModel, StepWork
 from cllm_bench.simulate.traces import Text
@@ -28,28 +27,23 @@ class SimulatedBackend(Backend):
         self.seconds = 0.0
         self.total_s = 0.0
         self._geometry: Geometry | None = None
-        self._ops: SimulatedSlots | SimulatedBlocks = SimulatedBlocks()
+        self._ops = SimulatedBlocks()
         self._logits: Logits = np.zeros((1, 1), dtype=np.float32)
 
     def allocate(self, geometry: Geometry) -> None:
         self._geometry = geometry
-        if isinstance(geometry, SlotGeometry):
-            self.traits = replace(self.traits, layout="slots")
-            self._ops = SimulatedSlots(geometry.first, self.cost.kv_bytes_per_token)
 
     @property
     def kv_bytes(self) -> int:
         return 0 if self._geometry is None else self._geometry.tokens * self.cost.kv_bytes_per_token
 
     @property
-    def ops(self) -> SimulatedSlots | SimulatedBlocks:
+    def ops(self) -> SimulatedBlocks:
         return self._ops
 
     def collect(self, chunks: Sequence[Chunk]) -> StepResult:
         self.seconds = self.cost.compute(work_of(chunks))
         self.total_s += self.seconds
-        if isinstance(self._ops, SimulatedSlots):
-            self._ops.write(chunks)
         return StepResult(self._rows(len(chunks)))
 
     def _rows(self, rows: int) -> Logits:
@@ -124,47 +118,3 @@ class SimulatedBlocks:
 
     def resident_bytes(self) -> int:
         return 0
-
-
-class SimulatedSlots(SlotOps):
-    """Slots that know how much they hold and nothing else. What is saved has a size but takes no memory."""
-
-    no_shift = "simulated slots have no positions"
-
-    def __init__(self, slots: int, bytes_per_token: int) -> None:
-        self._lengths = [0] * slots
-        self._bytes_per_token = bytes_per_token
-
-    def write(self, chunks: Iterable[Chunk]) -> None:
-        for chunk in chunks:
-            self._lengths[chunk.slot] = chunk.start + len(chunk.tokens)
-
-    def length(self, slot: int) -> int:
-        return self._lengths[slot]
-
-    def shortest(self, slot: int, *, moved: bool = False) -> int:
-        return 0
-
-    def shortest_saved(self, saved: SavedKV) -> int:
-        return 0
-
-    def remove(self, slot: int, start: int, end: int | None = None) -> None:
-        self._lengths[slot] = min(self._lengths[slot], start)
-
-    def copy(self, source: int, target: int) -> None:
-        self._lengths[target] = self._lengths[source]
-
-    def save(self, slot: int) -> SavedKV:
-        return np.broadcast_to(np.uint8(0), (self._lengths[slot] * self._bytes_per_token,))
-
-    def load(self, slot: int, saved: SavedKV) -> None:
-        self._lengths[slot] = saved.size // self._bytes_per_token
-
-    def shift(self, slot: int, start: int, end: int | None, delta: int) -> None:
-        raise BackendError("simulated slots do not shift")
-
-    def no_room(self, slots: int) -> str | None:
-        return None
-
-    def resize(self, slots: int) -> None:
-        self._lengths = [0] * slots

@@ -9,7 +9,6 @@ import typer
 
 from cllm.cli.command_list import CommandList
 from cllm.observe.json_option import JsonOption, only_json
-from cllm_bench.pages.extras import check_plot, check_report
 
 app = typer.Typer(
     cls=CommandList,
@@ -25,8 +24,7 @@ Synthetic = Annotated[
     str | None,
     typer.Option(
         metavar="KIND",
-        help="poisson, bursts, diurnal, chats, conversation or toolagent, the last two like Mooncake's. "
-        "[default: chats]",
+        help="poisson, chats, conversation or toolagent, the last two like Mooncake's. [default: chats]",
     ),
 ]
 Requests = Annotated[int | None, typer.Option(min=1, help="How many. [default: 2000; of a file: all]")]
@@ -37,10 +35,6 @@ ShapeText = Annotated[
 HashTokens = Annotated[int, typer.Option(min=1, help="Tokens per hash in the trace's hash_ids.")]
 Blocks = Annotated[int | None, typer.Option(min=2, help="KV memory, in blocks. [default: 2048]")]
 BlockSize = Annotated[int | None, typer.Option(min=1, help="Tokens in a block. [default: 16]")]
-PolicyNames = Annotated[
-    list[str] | None,
-    typer.Option("--policy", metavar="NAME", help="paged or slots; may be repeated. [default: paged]"),
-]
 Replicas = Annotated[
     str | None, typer.Option(metavar="N,...", help="Identical servers; several numbers: each in turn. [default: 1]")
 ]
@@ -61,13 +55,6 @@ WhatIf = Annotated[
 ]
 Cost = Annotated[str, typer.Option(metavar="NAME|FILE", help="Cost model of a step.")]
 Seed = Annotated[int, typer.Option(min=0, help="Random seed of synthetic traces.")]
-PlotFile = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE", callback=check_plot, help="Draw them: .svg, .png or .pdf.")
-]
-ReportDir = Annotated[
-    Path | None,
-    typer.Option("--report", metavar="DIR", callback=check_report, help="Write figures, plots and a page here."),
-]
 
 
 @app.callback(invoke_without_command=True)
@@ -82,7 +69,6 @@ def run(
     hash_tokens: HashTokens = 512,
     blocks: Blocks = None,
     block_size: BlockSize = None,
-    policy: PolicyNames = None,
     replicas: Replicas = None,
     routing: Routing = None,
     per_replica: PerReplica = False,
@@ -91,13 +77,11 @@ def run(
     cost: Cost = "smollm2",
     seed: Seed = 0,
     json: JsonOption = None,
-    plot: PlotFile = None,
-    report: ReportDir = None,
 ) -> None:
     """Simulate the scheduler and the KV cache on a trace: sweeps of settings, several servers."""
     if context.invoked_subcommand is not None:
         return
-    from cllm_bench.simulate.commands import Outputs, TraceSource, run_grid
+    from cllm_bench.simulate.commands import TraceSource, run_grid
     from cllm_bench.simulate.settings import ROUTINGS, Settings, changed, parse_assignment
 
     if routing == "all":
@@ -110,45 +94,22 @@ def run(
     sweeps = [*filter(None, [swept.get("replicas")]), *(what_if or []), *filter(None, [swept.get("routing")])]
     source = TraceSource(trace, synthetic, requests, rate, shape, hash_tokens, seed, per_replica)
     base = changed(Settings(), assignments)
-    complete = run_grid(source, base, policy or [], sweeps, cost, Outputs(json, plot, report))
+    complete = run_grid(source, base, sweeps, cost, json)
     if not complete:
         raise typer.Exit(130)
 
 
-@app.command("write-trace")
-def write_trace(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where the trace goes.")],
-    synthetic: Synthetic = None,
-    requests: Requests = None,
-    rate: Rate = None,
-    shape: ShapeText = "",
-    hash_tokens: HashTokens = 512,
-    seed: Seed = 0,
-) -> None:
-    """Write a synthetic trace as a file in Mooncake's format, for --trace and for other tools."""
-    from cllm_bench.simulate.commands import TraceSource
-    from cllm_bench.simulate.mooncake import write_trace
-
-    source = TraceSource(None, synthetic, requests, rate, shape, hash_tokens, seed)
-    typer.echo(write_trace(source.open(), file, hash_tokens))
-
-
 @app.command()
-@only_json
-def validate(
+def fit(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where the cost model goes.")],
     model: Annotated[
         str, typer.Option(metavar="MODEL", help="A known name, a .gguf file or hf:org/repo/file.gguf.")
     ] = "smollm2",
     backend: Annotated[str, typer.Option(metavar="NAME", help="auto, native, llama_cpp or fake.")] = "auto",
-    kv_mb: Annotated[float, typer.Option(min=1, help="KV memory of the real engine, in MiB.")] = 192.0,
-    size: Annotated[float, typer.Option(min=0.05, help="Share of the usual number of requests.")] = 1.0,
-    repeats: Annotated[int, typer.Option(min=1, help="Passes; the median counts.")] = 5,
-    save_cost: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the fitted cost model.")] = None,
-    json: JsonOption = None,
-    seed: Annotated[int, typer.Option(min=0, help="Random seed of the workloads.")] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Passes over all prompts.")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the prompts.")] = 0,
 ) -> None:
-    """Compare with the real engine: three workloads measured, and simulated with costs fitted on a fourth."""
-    from cllm_bench.simulate.checks import run_validation
+    """Measure the steps of the real engine on this machine, and write their cost model for --cost."""
+    from cllm_bench.simulate.measure import fit_model
 
-    if not run_validation(model, backend, kv_mb, size, repeats, save_cost, json, seed):
-        raise typer.Exit(1)
+    typer.echo(fit_model(model, backend, repeats, file, seed))

@@ -13,15 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cllm.errors import ConfigError
-from cllm.observe.json_option import check_writable, write_json
-from cllm_bench.pages.plots import save_plots
+from cllm.observe.json_option import write_json
 from cllm_bench.simulate.cluster import OnProgress, simulate
-from cllm_bench.simulate.cost import CostModel, load_cost
+from cllm_bench.simulate.cost import load_cost
 from cllm_bench.simulate.files import FileTrace
-from cllm_bench.simulate.knees import describe_knees
-from cllm_bench.simulate.page import sections, write_report
 from cllm_bench.simulate.report import print_results, to_json
-from cllm_bench.simulate.results import Result, traces_of
+from cllm_bench.simulate.results import Result
 from cllm_bench.simulate.settings import Settings, Value, changed, grid, parse_sweep, parse_value
 from cllm_bench.simulate.synthetic import KINDS, SyntheticTrace, parse_shape
 from cllm_bench.simulate.traces import Trace
@@ -29,7 +26,6 @@ from cllm_bench.simulate.traces import Trace
 DEFAULT_REQUESTS = 2000
 DEFAULT_RATE = 1.0
 _REFRESH_S = 0.2
-_FIGURES = "results.json"
 
 
 @dataclass(frozen=True)
@@ -65,40 +61,6 @@ class TraceSource:
         return SyntheticTrace(kind, requests, rate, parse_shape(kind, self.shape), self.seed)
 
 
-@dataclass(frozen=True)
-class Outputs:
-    json: Path | None
-    plot: Path | None
-    report: Path | None
-
-    def check(self) -> None:
-        """Before the first simulation: that everything can be written."""
-        check_writable("--plot", self.plot)
-        check_writable("--report", self.report and self.report / _FIGURES)
-
-    def write(self, results: Sequence[Result], cost: CostModel) -> None:
-        """Figures, after every simulation, so that nothing is lost."""
-        if self.json is not None:
-            write_json(self.json, to_json(results, cost))
-        if self.report is not None:
-            write_json(self.report / _FIGURES, to_json(results, cost))
-
-    def draw(self, results: Sequence[Result], cost: CostModel) -> list[Path]:
-        """Plots, at the end; the files that were written."""
-        if self.plot is None and self.report is None:
-            return []
-        plots = [section.plots for section in sections(results) if section.plots]
-        heading = f"{traces_of(results)}; cost model {results[0].cost}"
-        written = []
-        if self.plot is not None:
-            written.append(save_plots(plots[0] if plots else [], self.plot, heading))
-        if self.report is not None:
-            for number, each in enumerate(plots, 1):
-                save_plots(each, self.report / f"plot-{number}.png", heading)
-            written.append(write_report(results, cost, self.report))
-        return written
-
-
 def parse_sweeps(texts: Sequence[str]) -> dict[str, list[Value]]:
     sweeps: dict[str, list[Value]] = {}
     for text in texts:
@@ -119,46 +81,32 @@ def _sweep_value(key: str, text: str) -> Value:
 
 
 def run_grid(
-    source: TraceSource,
-    base: Settings,
-    policies: Sequence[str],
-    what_if: Sequence[str],
-    cost_name: str,
-    outputs: Outputs,
+    source: TraceSource, base: Settings, what_if: Sequence[str], cost_name: str, json_file: Path | None
 ) -> bool:
-    """Every policy in every variation. False if it was interrupted; what there is was shown and written."""
-    outputs.check()
+    """Every variation. False if it was interrupted; what there is was shown and written."""
     cost = load_cost(cost_name)
-    sweeps = parse_sweeps(what_if)
-    names = [str(parse_value("policy", name)) for name in policies] or [base.policy]
     console = Console()
     results: list[Result] = []
-    interrupted = False
     open_trace = lru_cache(source.open)
-    try:
-        for varied in grid(sweeps):
-            rate, replicas = varied.get("rate"), varied.get("replicas", base.replicas)
+    for varied in grid(parse_sweeps(what_if)):
+        rate, replicas = varied.get("rate"), varied.get("replicas", base.replicas)
+        try:
             trace = open_trace(None if rate is None else float(rate), int(replicas))
-            for name in ["" if "policy" in varied else name for name in names]:
-                settings = changed(base, {**({"policy": name} if name else {}), **varied})
-                label = " ".join([settings.policy, *(f"{key}={value}" for key, value in varied.items())])
-                with _progress(console, label, trace.requests) as on_progress:
-                    result = simulate(trace, settings, cost, varied=varied, on_progress=on_progress)
-                results.append(result)
-                outputs.write(results, cost)
-                if result.interrupted:
-                    raise KeyboardInterrupt
-                if name == "":
-                    break
-    except KeyboardInterrupt:
-        interrupted = True
+            settings = changed(base, varied)
+            label = " ".join(f"{key}={value}" for key, value in varied.items()) or trace.name
+            with _progress(console, label, trace.requests) as on_progress:
+                results.append(simulate(trace, settings, cost, varied=varied, on_progress=on_progress))
+        except KeyboardInterrupt:
+            break
+        if json_file is not None:  # after every simulation, so that nothing is lost
+            write_json(json_file, to_json(results, cost))
+        if results[-1].interrupted:
+            break
+    else:
+        print_results(console, results)
+        return True
     print_results(console, results)
-    for sentence in describe_knees(results):
-        console.print(sentence, highlight=False, soft_wrap=True)
-    if results:
-        for file in outputs.draw(results, cost):
-            console.print(f"written: {file}")
-    return not interrupted
+    return False
 
 
 @contextmanager

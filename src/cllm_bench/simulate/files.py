@@ -29,8 +29,6 @@ class TraceError(CLLMError):
 class FileTrace:
     """All lines are checked before the first is used. `rate` stretches time to so many requests a second."""
 
-    closed = False
-
     def __init__(
         self,
         path: Path,

@@ -10,9 +10,8 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.measure import Measurement
-from rich.table import Table as RichTable
+from rich.table import Table
 
-from cllm_bench.pages.page import Table
 from cllm_bench.simulate.cost import CostModel
 from cllm_bench.simulate.results import Result, traces_of
 
@@ -43,97 +42,42 @@ def _count(name: str) -> Show:
     return lambda figures: count(figures[name])
 
 
-SERVICE: list[Column] = [
-    ("\ndone", _count("completed")),
+COLUMNS: list[Column] = [
     ("not\ndone", lambda f: count(f["requests"] - f["completed"])),
     ("answer\ntokens/s", _figure("answer_tokens_per_s")),
     ("first (s)\nP50", _figure("ttft_p50_s")),
     ("\nP95", _figure("ttft_p95_s")),
     ("\nP99", _figure("ttft_p99_s")),
-    ("gap (ms)\nP50", _figure("token_gap_p50_s", 1e3)),
-    ("\nP99", _figure("token_gap_p99_s", 1e3)),
+    ("gap (ms)\nP99", _figure("token_gap_p99_s", 1e3)),
     ("request (s)\nP50", _figure("total_p50_s")),
     ("\nP95", _figure("total_p95_s")),
-    ("\nP99", _figure("total_p99_s")),
-]
-
-MEMORY: list[Column] = [
     ("cache\nhits %", _figure("hit_rate", 100)),
-    ("waste\n%", _figure("waste", 100)),
-    ("most\nused %", _figure("peak_memory", 100)),
     ("pre-\nempted", _count("preemptions")),
     ("tokens\nevicted", _count("evicted_tokens")),
 ]
-
-SWEEP: list[Column] = [
-    SERVICE[1],
-    SERVICE[2],
-    ("first (s)\nP95", _figure("ttft_p95_s")),
-    ("gap (ms)\nP99", _figure("token_gap_p99_s", 1e3)),
-    ("request (s)\nP50", _figure("total_p50_s")),
-    ("\nP95", _figure("total_p95_s")),
-    MEMORY[0],
-    MEMORY[1],
-    MEMORY[3],
-]
-
 BALANCE: Column = ("busiest\n/ mean", _figure("balance"))
-
-CLUSTER_SWEEP: list[Column] = [
-    SERVICE[1],
-    SERVICE[2],
-    SERVICE[3],
-    SERVICE[4],
-    SERVICE[5],
-    ("gap (ms)\nP99", _figure("token_gap_p99_s", 1e3)),
-    SERVICE[8],
-    SERVICE[9],
-    MEMORY[0],
-    BALANCE,
-    MEMORY[3],
-]
 """With several servers."""
-
-
-def print_table(console: Console, table: RichTable) -> None:
-    """As wide as it is: a narrow terminal breaks its lines, which is better than to leave digits out."""
-    table.width = Measurement.get(console, console.options.update(max_width=1000), table).maximum
-    console.print(table, crop=False, soft_wrap=True)
 
 
 def print_results(console: Console, results: Sequence[Result]) -> None:
     if not results:
         return
     console.print(f"{traces_of(results)}; cost model {results[0].cost}", highlight=False, soft_wrap=True)
-    for table in tables(results):
-        shown = RichTable(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
-        for column in table.columns:
-            shown.add_column(column, justify="left" if column == "\npolicy" else "right", no_wrap=True)
-        for row in table.rows:
-            shown.add_row(*row)
-        print_table(console, shown)
+    columns = [*COLUMNS, BALANCE] if any(result.settings.replicas > 1 for result in results) else COLUMNS
+    table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
+    for label in (*(f"\n{key}" for key in results[0].varied), *(label for label, _ in columns)):
+        table.add_column(label, justify="right", no_wrap=True)
+    for result in results:
+        varied = [f"{value:,}" if isinstance(value, int) else str(value) for value in result.varied.values()]
+        table.add_row(*varied, *(show(result.figures) for _, show in columns))
+    # As wide as it is: a narrow terminal breaks its lines, which is better than to leave digits out.
+    table.width = Measurement.get(console, console.options.update(max_width=1000), table).maximum
+    console.print(table, crop=False, soft_wrap=True)
     tokens = sum(result.figures["computed_tokens"] for result in results)
     wall_s = sum(result.figures["wall_s"] for result in results)
     console.print(f"{count(tokens)} scheduled tokens in {short(wall_s)} s, {count(tokens / wall_s)} a second")
     if any(result.interrupted for result in results):
         console.print("interrupted: the last line has what was simulated until then")
-
-
-def tables(results: Sequence[Result]) -> list[Table]:
-    """One table for a sweep; for policies side by side one about the service and one about the memory."""
-    several = any(result.settings.replicas > 1 for result in results)
-    if results[0].varied:
-        return [_table(results, CLUSTER_SWEEP if several else SWEEP)]
-    return [_table(results, SERVICE), _table(results, [*MEMORY, BALANCE] if several else MEMORY)]
-
-
-def _table(results: Sequence[Result], columns: Sequence[Column]) -> Table:
-    rows = []
-    for result in results:
-        varied = [f"{value:,}" if isinstance(value, int) else str(value) for value in result.varied.values()]
-        name = result.label + (" (part)" if result.interrupted else "")
-        rows.append([*varied, name, *(show(result.figures) for _, show in columns)])
-    return Table(rows, [*(f"\n{key}" for key in results[0].varied), "\npolicy", *(label for label, _ in columns)])
 
 
 def to_json(results: Sequence[Result], cost: CostModel) -> dict[str, Any]:

@@ -24,10 +24,6 @@ class Result:
     samples: Sequence[Sample]
     interrupted: bool
 
-    @property
-    def label(self) -> str:
-        return self.settings.policy
-
     def to_json(self) -> dict[str, Any]:
         return {
             "settings": asdict(self.settings),
@@ -69,7 +65,6 @@ def figures_of(
         "removed_blocks": sum(usage.blocks_removed for usage in usages),
         "hit_rate": cached_tokens / prompt_tokens if prompt_tokens else 0.0,
         "balance": max(computed) * len(servers) / sum(computed) if sum(computed) else 1.0,
-        "waste": tally.waste,
         "peak_memory": max(usage.peak / usage.total for usage in usages),
         "duration_s": duration,
         "requests_per_s": tally.ends["length"] / duration if duration else 0.0,

@@ -14,10 +14,11 @@ from cllm.engine.plan import Plan
 from cllm.engine.request import Request, Sequence
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.stepper import Stepper
+from cllm.kv.ops import BlockGeometry
+from cllm.kv.paged.manager import PagedKVManager
 from cllm.routing.policy import ReplicaStats
 from cllm_bench.simulate.backend import SimulatedBackend, TracedAnswer
 from cllm_bench.simulate.cost import CostModel
-from cllm_bench.simulate.managers import make_manager
 from cllm_bench.simulate.settings import Settings
 from cllm_bench.simulate.tally import Tally
 from cllm_bench.simulate.traces import TracedRequest, length, spell
@@ -48,7 +49,17 @@ class SimulatedServer:
         self.now = 0.0
         self.cost = cost
         self.backend = SimulatedBackend(cost)
-        self.kv = make_manager(settings, self.backend)
+        # The clock stands still: it would only time evictions, and have free spans counted, which takes longer the more
+        # blocks there are.
+        self.kv = PagedKVManager(
+            self.backend.ops,
+            BlockGeometry(settings.blocks, settings.block_size),
+            bytes_per_token=cost.kv_bytes_per_token,
+            eviction_threshold=settings.threshold,
+            eviction_policy=settings.eviction,
+            watermark=settings.watermark,
+            clock=lambda: 0.0,
+        )
         self.scheduler = Scheduler(
             self.kv,
             budget_of(settings),
@@ -62,7 +73,6 @@ class SimulatedServer:
         self._stepper = Stepper(
             self.backend, self.scheduler, timer=lambda: self.backend.total_s, on_computed=self._computed
         )
-        self._slot_tokens: int = self.kv.details().get("slot_tokens", 0)
         self._timeout_s = settings.timeout_s or FOREVER
         self._queue = settings.queue
         self._on_end = on_end
@@ -96,16 +106,6 @@ class SimulatedServer:
         if not self.scheduler.requests.take_outputs():
             self._stepper.advance()
             self.scheduler.requests.take_outputs()
-
-    def stored(self) -> tuple[int, int]:
-        """Tokens that running sequences consist of so far, and the tokens of memory that is taken for them."""
-        running = self.scheduler.requests.running
-        if self._slot_tokens:
-            return sum(len(sequence.tokens) for sequence in running), len(running) * self._slot_tokens
-        usage = self.kv.usage()
-        size = usage.unit_tokens
-        taken = usage.referenced * size
-        return taken - sum(max(0, len(each.blocks) * size - len(each.tokens)) for each in running), taken
 
     def stats(self) -> ReplicaStats:
         """What a router is told about this server."""

@@ -16,7 +16,6 @@ from cllm.routing.policy import POLICIES as ROUTING_POLICIES
 
 _DEFAULTS = SchedulerConfig()
 
-POLICIES = ("paged", "slots")
 ROUTINGS = tuple(ROUTING_POLICIES)
 MAX_BLOCKS = 100_000_000
 """About 1.2 GB of bookkeeping, before anything is cached."""
@@ -30,7 +29,6 @@ Value = str | int | float
 class Settings:
     """One simulated server, or several equal ones. The scheduler's defaults are the real server's."""
 
-    policy: str = "paged"
     blocks: int = 2048
     block_size: int = 16
     max_running: int = 256
@@ -56,8 +54,6 @@ class Settings:
     """Routers that take requests in turn. All get every report; none knows what the others have sent since."""
     index_blocks: int = MOST_BLOCKS
     """Cached blocks that a router remembers, of all servers together."""
-    context: int = 0
-    """Slots: tokens each has room for; 0: as many as the memory gives to `max_running` of them."""
 
     @property
     def kv_tokens(self) -> int:
@@ -98,7 +94,6 @@ def _one_of(choices: Sequence[str]) -> Callable[[str, str], str]:
 
 
 KEYS: dict[str, tuple[str, Callable[[str, str], Value]]] = {
-    "policy": ("policy", _one_of(POLICIES)),
     "block-size": ("block_size", _whole(1)),
     "blocks": ("blocks", _whole(2, MAX_BLOCKS)),
     "max-running": ("max_running", _whole(1)),
@@ -117,7 +112,6 @@ KEYS: dict[str, tuple[str, Callable[[str, str], Value]]] = {
     "report-s": ("report_s", _number(0.001)),
     "routers": ("routers", _whole(1, MAX_ROUTERS)),
     "index-blocks": ("index_blocks", _whole(1, MAX_BLOCKS)),
-    "context": ("context", _whole(0)),
 }
 """Name on the command line -> field and how its value is read, in the order in which they are applied."""
 

@@ -1,8 +1,6 @@
 """Traces that are made up: how requests arrive, how long they are and what they share, from a few parameters.
 
 poisson       requests independent of each other, at a steady rate
-bursts        the same, but the rate jumps up now and then
-diurnal       the same, but the rate goes up and down once a day
 chats         conversations: a turn is sent when the one before was answered and read; some branch into two
 conversation  chats as long, and with as much to share, as those of Mooncake's conversation trace
 toolagent     the same for its trace of tools and agents: a few long system prompts, and tools that answer at once
@@ -43,15 +41,6 @@ class Shape:
     """How many times as popular each of them is as the next one; 1: all are equally popular."""
     longest: int = 4096
     """No prompt and no answer is longer."""
-    burst: float = 8.0
-    """How many times the rate is higher in a burst."""
-    burst_s: float = 20.0
-    """Mean length of a burst."""
-    calm_s: float = 180.0
-    """Mean time between bursts."""
-    period_s: float = 86_400.0
-    depth: float = 0.8
-    """Diurnal: the rate swings by this share of its mean."""
     turns: float = 4.0
     """Mean number of turns in a chat."""
     message: str = "lognormal:40:0.8"
@@ -64,8 +53,6 @@ class Shape:
 
 SHAPES = {
     "poisson": Shape(),
-    "bursts": Shape(),
-    "diurnal": Shape(),
     "chats": Shape(),
     "conversation": Shape(
         prompt="lognormal:4800:1.25",
@@ -100,8 +87,6 @@ _LIMITS: dict[str, tuple[float, ...]] = {
     "systems": (0, 1000),
     "popularity": (1,),
     "longest": (1, 1 << 24),
-    "burst": (1,),
-    "depth": (0, 1),
     "turns": (1,),
     "branch": (0, 0.9),
     "think_s": (0,),
@@ -133,9 +118,8 @@ class SyntheticTrace:
 
     def __init__(self, kind: str, requests: int, rate: float, shape: Shape, seed: int) -> None:
         self.name = f"{kind}, {requests:,} requests at {rate:g}/s, seed {seed}"
-        self.closed = kind in CLOSED_KINDS
+        self._closed = kind in CLOSED_KINDS
         self.requests = requests
-        self._kind = kind
         self._rate = rate
         self._shape = shape
         self._seed = seed
@@ -144,7 +128,7 @@ class SyntheticTrace:
         maker = _RequestGenerator(self._shape, np.random.default_rng(self._seed))
         # Arrivals have a generator of their own, so that lengths stay what they are when the rate is varied.
         arrivals = self._arrivals(np.random.default_rng([self._seed, 1]))
-        if self.closed:
+        if self._closed:
             yield from self._chats(maker, arrivals)
             return
         for _, arrival in zip(range(self.requests), arrivals, strict=False):
@@ -161,11 +145,7 @@ class SyntheticTrace:
 
     def _arrivals(self, rng: np.random.Generator) -> Iterator[float]:
         shape, rate = self._shape, self._rate
-        if self._kind == "bursts":
-            return _bursts(rng, rate, shape)
-        if self._kind == "diurnal":
-            return _diurnal(rng, rate, shape)
-        if self.closed:
+        if self._closed:
             # A turn that branches has two continuations, so a conversation is longer than its mean depth.
             going_on = (1 - 1 / shape.turns) * (1 + shape.branch)
             turns = shape.turns if going_on >= 1 else 1 / (1 - going_on)
@@ -179,29 +159,6 @@ def _poisson(rng: np.random.Generator, rate: float) -> Iterator[float]:
         for gap in rng.exponential(1 / rate, _BATCH).tolist():
             now += gap
             yield now
-
-
-def _bursts(rng: np.random.Generator, rate: float, shape: Shape) -> Iterator[float]:
-    """Calm and bursts in turn, each of random length; the mean over both is `rate`."""
-    calm = rate * (shape.calm_s + shape.burst_s) / (shape.calm_s + shape.burst * shape.burst_s)
-    now = 0.0
-    bursting = False
-    while True:
-        end = now + rng.exponential(shape.burst_s if bursting else shape.calm_s)
-        step = 1 / (calm * shape.burst if bursting else calm)
-        while (now := now + rng.exponential(step)) < end:
-            yield now
-        now = end
-        bursting = not bursting
-
-
-def _diurnal(rng: np.random.Generator, rate: float, shape: Shape) -> Iterator[float]:
-    """Arrivals at the highest rate, of which as many are left out as the hour asks for. It begins at the quietest."""
-    highest = 1 + shape.depth
-    for arrival in _poisson(rng, rate * highest):
-        wanted = 1 - shape.depth * math.cos(2 * math.pi * arrival / shape.period_s)
-        if rng.random() * highest < wanted:
-            yield arrival
 
 
 class _RequestGenerator:

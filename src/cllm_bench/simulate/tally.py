@@ -28,9 +28,7 @@ class Sample(NamedTuple):
 
     seconds: float
     taken: float
-    """Reserved for running sequences."""
-    used: float
-    """Holding their tokens."""
+    """Held by running sequences."""
     cached: float
     """Holding what may be found again."""
     running: int
@@ -53,16 +51,10 @@ class Tally:
         self.samples: list[Sample] = []
         self._sample_every = 1
         self._until_sample = 1
-        self._used = self._taken = 0
 
     @property
     def ended(self) -> int:
         return sum(self.ends.values())
-
-    @property
-    def waste(self) -> float:
-        """Share of the memory taken for running sequences that holds nothing, seen at the end of every request."""
-        return 1.0 - self._used / self._taken if self._taken else 0.0
 
     def take(self, record: RequestRecord, server: SimulatedServer) -> None:
         self.ends[record.reason] += 1
@@ -82,19 +74,15 @@ class Tally:
             np.add.at(self.gaps, np.minimum(buckets, _BUCKETS - 1), 1)
 
     def _look(self, server: SimulatedServer) -> None:
-        used, taken = server.stored()
-        self._used += used
-        self._taken += taken
         self._until_sample -= 1
         if self._until_sample:
             return
         self._until_sample = self._sample_every
         usage = server.kv.usage()
-        total = usage.total * usage.unit_tokens
-        cached = usage.evictable / usage.total
+        taken, cached = usage.referenced / usage.total, usage.evictable / usage.total
         scheduler = server.scheduler
         running, waiting = len(scheduler.requests.running), len(scheduler.requests.waiting)
-        self.samples.append(Sample(server.now, taken / total, used / total, cached, running, waiting))
+        self.samples.append(Sample(server.now, taken, cached, running, waiting))
         if len(self.samples) >= 2 * _KEPT_SAMPLES:
             del self.samples[::2]
             self._sample_every *= 2

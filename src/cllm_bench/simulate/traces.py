@@ -43,33 +43,10 @@ class Trace(Protocol):
     def name(self) -> str: ...
 
     @property
-    def closed(self) -> bool:
-        """Whether requests follow one another, so that arrivals depend on how fast they are answered."""
-
-    @property
     def requests(self) -> int:
         """All of them, followers included."""
 
     def __iter__(self) -> Iterator[TracedRequest]: ...
-
-
-@dataclass(frozen=True)
-class ListTrace:
-    """A trace that is in memory."""
-
-    name: str
-    items: tuple[TracedRequest, ...]
-
-    @property
-    def closed(self) -> bool:
-        return any(item.followers for item in self.items)
-
-    @property
-    def requests(self) -> int:
-        return sum(1 + _count_followers(item) for item in self.items)
-
-    def __iter__(self) -> Iterator[TracedRequest]:
-        return iter(self.items)
 
 
 class TokenSource:
@@ -99,7 +76,3 @@ def spell(text: Text) -> array[int]:
     for first, count in text:
         tokens.frombytes(np.arange(first, first + count, dtype=np.int32).tobytes())
     return tokens
-
-
-def _count_followers(request: TracedRequest) -> int:
-    return sum(1 + _count_followers(follower) for follower in request.followers)

@@ -3,11 +3,6 @@
 The directory has everything that a real one has, but its safetensors file is a hole: it takes no room on disk. With
 `use_random_weights` a loader gets random numbers instead of what would be read from it, made on the device. They depend
 on nothing but the tensor's name, so that all processes have the same model.
-
-A model with plain random weights is undecided at every token: the two best logits are as close as any, and rounding
-chooses between them. Where embedding and head are apart, the head therefore prefers one token after each (the next id):
-by 2.5 on average over the best of all others, and the spread is that of the others. So one in twenty choices is close,
-as in texts of trained models.
 """
 
 from __future__ import annotations
@@ -16,6 +11,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +21,6 @@ import torch
 from cllm.backends.torch.sources import DirectorySource
 
 LOGIT_SPREAD = 3.0
-PREFERENCE = 2.5
-EMBEDDING_SHARE = 0.7
-"""How much of the last hidden state points along the last token's embedding, with layers of `LAYER_GAIN`."""
 LAYER_GAIN = 1.5
 
 _COMMON = {
@@ -61,6 +54,13 @@ _SHAPES: dict[str, dict[str, Any]] = {
 def config_of(shape: str) -> dict[str, Any]:
     """What its `config.json` says."""
     return _COMMON | _SHAPES[shape]
+
+
+def kv_bytes(shape: str) -> int:
+    """K and V of a token, in f16."""
+    config = config_of(shape)
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return int(2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head)
 
 
 def write_directory(path: Path, shape: str) -> Path:
@@ -151,18 +151,9 @@ class RandomTensors:
         if name == "model.embed_tokens.weight":
             return self._normal(name, shape, LOGIT_SPREAD * shape[1] ** -0.5 if tied else 1.0)
         if name == "lm_head.weight":
-            return self._head(name, shape)
+            return self._normal(name, shape, LOGIT_SPREAD * shape[1] ** -0.5)
         into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
         return self._normal(name, shape, shape[1] ** -0.5 * (LAYER_GAIN * self.layers**-0.5 if into_residual else 1.0))
-
-    def _head(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        vocab, width = shape
-        farthest = math.sqrt(2 * math.log(vocab))
-        best_of_all = farthest - math.log(4 * math.pi * math.log(vocab)) / (2 * farthest)
-        wanted = LOGIT_SPREAD * best_of_all + PREFERENCE
-        embedding = self._normal("model.embed_tokens.weight", shape, 1.0)
-        preferred = embedding.roll(1, 0).mul_(wanted / (EMBEDDING_SHARE * width))
-        return self._normal(name, shape, LOGIT_SPREAD * width**-0.5).add_(preferred)
 
     def _normal(self, name: str, shape: tuple[int, ...], spread: float) -> torch.Tensor:
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
@@ -170,9 +161,10 @@ class RandomTensors:
         return values.normal_(0.0, spread, generator=generator)
 
 
-def use_random_weights(device: str) -> None:
-    """From now on this process reads no weights from directories: it makes them up."""
-    on = torch.device(device)
+@contextmanager
+def use_random_weights(device: str) -> Iterator[None]:
+    """Within the block this process reads no weights from directories: it makes them up."""
+    on, read = torch.device(device), DirectorySource.pieces
 
     def pieces(source: DirectorySource, name: str) -> Iterator[torch.Tensor]:
         layers = sum(each.endswith(".input_layernorm.weight") for each in source.names)
@@ -180,3 +172,7 @@ def use_random_weights(device: str) -> None:
         yield RandomTensors(on, layers).make(name, source.shape(name), tied=tied)
 
     DirectorySource.pieces = pieces  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        DirectorySource.pieces = read  # type: ignore[method-assign]

@@ -21,12 +21,13 @@ from cllm_bench.watch import Sample, Watcher
 from cllm_bench.workloads.base import LocalWorkload, Setup, busy_at_rest
 from cllm_bench.workloads.mixed import Mixed
 from cllm_bench.workloads.over_http import warm_cllm
-from cllm_bench.workloads.soak import Soak
 
 FRESH = "a fresh server"
 
 REST_S = 0.03
 """Before each request, so that the other server's threads have gone to sleep."""
+
+_SMALL = {"resources.max_context_length": 2048, "resources.kv_cache_max_memory_mb": 512}
 
 PEOPLE = Mixed(duration=inf, prompt_tokens=24, prompt_most=200, answer_tokens=4, answer_most=16)
 """The traffic while the server ages: much as on a usual day, but brief, so that thousands of requests take minutes."""
@@ -98,8 +99,8 @@ class Aged(LocalWorkload):
 
 
 async def _start(setup: Setup, stack: AsyncExitStack) -> tuple[Server, Client]:
-    """A warm server in a cache that soon is full, as in a soak."""
-    return await stack.enter_async_context(warm_cllm(setup, {**Soak.cllm_settings, **setup.settings}))
+    """A warm server in a cache that is soon full, so that most of the time is spent evicting and reusing."""
+    return await stack.enter_async_context(warm_cllm(setup, {**_SMALL, **setup.settings}))
 
 
 def slower(old: Sequence[TimedResponse], fresh: Sequence[TimedResponse]) -> Metrics:

@@ -11,14 +11,10 @@ from typing import Any, ClassVar
 
 from cllm.models.registry import resolve
 from cllm_bench.errors import BenchError
-from cllm_bench.figures import OURS, Figure, Row, Run, SweepPoint, summarise
+from cllm_bench.figures import OURS, Figure, Run
 from cllm_bench.live import View
 from cllm_bench.machine import busy_percent
-from cllm_bench.measures import Targets
-from cllm_bench.peers.base import PeerSettings
 from cllm_bench.prompts import Encode, Prompts
-from cllm_bench.report import Result
-from cllm_bench.servers import Server
 
 Keep = Callable[[Run], None]
 """Takes a pass as soon as it has ended, so that it is not lost if the next one breaks off."""
@@ -42,14 +38,9 @@ class Setup:
     """Drive the server at this address instead of starting cLLM."""
     api_key: str | None = None
     against: tuple[str, ...] = ()
-    """The peers: names of `PEERS`, or addresses."""
-    peer_settings: PeerSettings | None = None
-    """Instead of the peer's best known ones."""
-    targets: Targets = field(default_factory=Targets)
+    """The peers: `LLAMA_SERVER`, or addresses."""
     salt: str = ""
     """Makes the prompts of this run its own."""
-    running: Server | None = None
-    """A cLLM for all passes, instead of a fresh one for each: starting one takes longer than quick work."""
     view: View = field(default_factory=View)
     ours: str = "cLLM"
     """What the side under test is called, unless it is at `url`."""
@@ -66,6 +57,17 @@ class Setup:
     def model_file(self) -> Path:
         """The model on disk, fetched at first use."""
         return resolve(self.model)
+
+    @property
+    def engine_settings(self) -> dict[str, Any]:
+        """Settings of an engine in this process, with nothing kept on disk."""
+        return {
+            "model.name": self.model if self.backend == "fake" else str(self.model_file),
+            "backend.type": self.backend,
+            "backend.threads": self.threads,
+            "kv.disk.enabled": False,
+            **self.settings,
+        }
 
     def prompts(self, seed: str) -> Prompts:
         return Prompts(self.encode, f"{seed} {self.salt}")
@@ -85,24 +87,12 @@ class Workload(ABC):
     name: ClassVar[str]
     figures: ClassVar[tuple[Figure, ...]]
     over_http: ClassVar[bool] = False
-    headline: ClassVar[str | None] = None
-    """The figure that stands for the whole work where peers are compared."""
     needs_model: ClassVar[bool] = True
 
     @property
     @abstractmethod
     def title(self) -> str:
         """What is done, with the sizes. It begins with the name."""
-
-    @property
-    def label(self) -> str:
-        """The title in a few words."""
-        return self.name
-
-    @property
-    def swept(self) -> SweepPoint | None:
-        """Where it stands in a plot of throughput against concurrency, if it belongs into one."""
-        return None
 
     @property
     def by_side(self) -> str | None:
@@ -121,14 +111,6 @@ class Workload(ABC):
     def all_figures(self) -> Sequence[Figure]:
         """The figures in the table: its own, and what it shares with others."""
         return self.figures
-
-    def rows(self, figures: Sequence[Figure], runs: Sequence[Run]) -> list[Row]:
-        """The table. `figures` are `all_figures`, with the limits of the backend that was measured."""
-        return summarise(figures, runs)
-
-    def details(self, result: Result) -> Mapping[str, Any]:
-        """More for the JSON file, in a form of its own."""
-        return {}
 
 
 class LocalWorkload(Workload):

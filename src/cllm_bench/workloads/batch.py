@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from cllm_bench.client import Client
-from cllm_bench.figures import Figure, Metrics, SweepPoint, times_the_peer
+from cllm_bench.figures import Figure, Metrics, times_the_peer
 from cllm_bench.load import at_most
-from cllm_bench.peers.base import Needs
+from cllm_bench.peers import Needs
 from cllm_bench.prompts import Prompts
 from cllm_bench.workloads.over_http import HttpWorkload
 
@@ -31,7 +31,6 @@ class Batch(HttpWorkload):
     """0: as many as make the work long enough to measure."""
 
     name = "batch"
-    headline = "tokens_per_s"
     figures = (
         Figure("tokens_per_s", "tokens out", "tok/s", "higher", times_the_peer(1.0)),
         Figure("seconds", "total", "s"),
@@ -47,19 +46,11 @@ class Batch(HttpWorkload):
         return f"batch: {clients} x {self.each} requests, {self.prompt_tokens} tokens in, {self.answer_tokens} out"
 
     @property
-    def label(self) -> str:
-        return f"batch, {self.clients} x {self.prompt_tokens}/{self.answer_tokens}"
-
-    @property
-    def swept(self) -> SweepPoint:
-        return SweepPoint(f"{self.prompt_tokens} tokens in, {self.answer_tokens} out", self.clients)
-
-    @property
     def all_figures(self) -> Sequence[Figure]:
         if self.clients < MANY:
             return super().all_figures
         speed, *others = super().all_figures
-        return [replace(speed, limit=times_the_peer(3.0, {"openvino": 1.3})), *others]
+        return [replace(speed, limit=times_the_peer(3.0)), *others]
 
     @property
     def needs(self) -> Needs:

@@ -9,7 +9,7 @@ from functools import partial
 from cllm_bench.client import Client
 from cllm_bench.figures import Figure, Metrics, times_the_peer
 from cllm_bench.load import at_most
-from cllm_bench.peers.base import Needs
+from cllm_bench.peers import Needs
 from cllm_bench.prompts import Prompts
 from cllm_bench.response import TimedResponse
 from cllm_bench.workloads.over_http import HttpWorkload
@@ -32,7 +32,6 @@ class Chat(HttpWorkload):
     answer_tokens: int = 48
 
     name = "chat"
-    headline = "seconds"
     figures = (
         Figure("seconds", "total", "s", limit=times_the_peer(4.0)),
         Figure("cached_percent", "prompt from cache", "%", "higher"),

@@ -24,7 +24,7 @@ from cllm_bench.workloads.cluster_latency import ONE_SERVER
 _RANDOM = "random routing"
 _LEAST_LOADED = "least loaded"
 _ROUTING = {OURS: "prefix", _RANDOM: "random", _LEAST_LOADED: "least-loaded"}
-_WITHIN_5_PERCENT = Limit("ratio", 0.95, {ONE_SERVER: 0.95}, only_named=True)
+_WITHIN_5_PERCENT = Limit("ratio", 0.95, {ONE_SERVER: 0.95})
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from time import perf_counter
-from typing import Any
 
 from cllm.config import load_config
 from cllm.engine.params import SamplingParams
@@ -97,14 +96,7 @@ class Drafts(LocalWorkload):
         return [Run(OURS, repeat, ours, facts), Run(NO_DRAFTS, repeat, theirs)]
 
     async def _start(self, setup: Setup, stack: AsyncExitStack, enabled: bool) -> _Side:
-        settings: dict[str, Any] = {
-            "model.name": setup.model if setup.backend == "fake" else str(setup.model_file),
-            "backend.type": setup.backend,
-            "backend.threads": setup.threads,
-            "kv.disk.enabled": False,
-            **setup.settings,
-            "drafts.enabled": enabled,
-        }
+        settings = {**setup.engine_settings, "drafts.enabled": enabled}
         llm = await stack.enter_async_context(AsyncLLM(load_config(overrides=settings).config))
         side = _Side(llm)
         await side.answer("", Task(CHAT, "Hello!", True), replace(PARAMS[GREEDY], max_tokens=8), "warm-up")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from time import perf_counter
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from cllm_bench.attacks import ATTACKS, ENDED_LIMIT_S, Attack, AttackSizes, Place, allow_connections
+from cllm_bench.attacks import ATTACKS, ENDED_LIMIT_S, Attack, Place, allow_connections
 from cllm_bench.client import Client
 from cllm_bench.errors import BenchError
 from cllm_bench.figures import OURS, Figure, Metrics, Run, own
@@ -70,7 +70,6 @@ class Hostile(LocalWorkload):
     """How many of the attacks to leave out."""
 
     name = "hostile"
-    headline = "worst_gap_ms"
     figures: ClassVar[tuple[Figure, ...]] = tuple(_figures())
 
     @property
@@ -79,28 +78,13 @@ class Hostile(LocalWorkload):
 
     def quick(self) -> Hostile:
         return replace(
-            self,
-            stream_tokens=2000,
-            settle_s=1.0,
-            header_mb=2.0,
-            connections=40,
-            hold_s=0.5,
-            token_ids=20_000,
-            biases=3_000,
-            prompts=10_000,
-            keys=3_000,
-            answers=4,
-            answer_tokens=20,
-            digits=40_000,
-            at_once=2,
-            source_mb=0.05,
-            inputs=100,
-            tools=20,
-        )
+            self, stream_tokens=2000, settle_s=1.0, header_mb=2.0, connections=40, hold_s=0.5, token_ids=20_000,
+            biases=3_000, prompts=10_000, keys=3_000, answers=4, answer_tokens=20, digits=40_000, at_once=2,
+            source_mb=0.05, inputs=100, tools=20,
+        )  # fmt: skip
 
     async def one_repeat(self, setup: Setup, repeat: int) -> list[Run]:
-        sizes = AttackSizes(**{field.name: getattr(self, field.name) for field in fields(AttackSizes)})
-        allow_connections(sizes.connections)
+        allow_connections(self.connections)
         metrics: Metrics = {}
         broken: list[str] = []
         async with warm_cllm(setup, setup.settings) as (server, client):
@@ -109,7 +93,7 @@ class Hostile(LocalWorkload):
                 setup.view.say(f"{self.title}: {attack.label}")
                 beside = _AttackRun(self, client, setup.prompts(f"{attack.key} {repeat}"), server.pid)
                 try:
-                    found = await beside.measure(attack, sizes)
+                    found = await beside.measure(attack)
                 except BenchError as error:
                     broken.append(f"{attack.label}: {error}")
                 else:
@@ -137,8 +121,8 @@ class _AttackRun:
         self._rest_mb: list[float] = []
         """Resident memory beside the KV cache, sampled."""
 
-    async def measure(self, attack: Attack, sizes: AttackSizes) -> Metrics:
-        content = await asyncio.to_thread(attack.prepare, sizes)
+    async def measure(self, attack: Attack) -> Metrics:
+        content = await asyncio.to_thread(attack.prepare, self._work)
         self._client.answers.clear()
         streams = [asyncio.create_task(self._stream(text)) for text in self._texts]
         try:
@@ -147,7 +131,7 @@ class _AttackRun:
             watching = asyncio.create_task(self._watch())
             begin, before = perf_counter(), self._rest()
             try:
-                statuses = await asyncio.to_thread(attack.run, _place(self._client), sizes, content)
+                statuses = await asyncio.to_thread(attack.run, _place(self._client), self._work, content)
                 await self._until_alone()
                 await asyncio.sleep(0.5)
             finally:

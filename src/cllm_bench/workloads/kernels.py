@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -15,14 +15,11 @@ from cllm.errors import CLLMError
 from cllm.models.gguf import GGUFModel
 from cllm.models.registry import cache_dir
 from cllm_bench.errors import BenchError
-from cllm_bench.figures import OURS, Figure, Limit, Row, Run, own
+from cllm_bench.figures import OURS, Figure, Limit, Run, own
 from cllm_bench.kernels.shapes import file_macs_per_token, file_read_per_token, file_weight_bytes
 from cllm_bench.kernels.works import (
-    ELSEWHERE_LABEL,
     FIRST_TOKEN,
     FIRST_TOKEN_S,
-    HELD,
-    HELD_TOKENS,
     MANY,
     MEMORY,
     MEMORY_OVER_MB,
@@ -31,12 +28,11 @@ from cllm_bench.kernels.works import (
     PREFILL,
     ROWS,
     ROWS_OVER_ONE,
-    SLOW_DOWN_PERCENT,
     Peer,
     Plan,
     Work,
 )
-from cllm_bench.report import Result, number
+from cllm_bench.report import number
 from cllm_bench.servers import Runner, start_runner
 from cllm_bench.workloads.base import Keep, PartsFailedError, Setup, Workload, busy_at_rest
 
@@ -47,7 +43,6 @@ SETTLE_S = 0.2
 LIMIT_S = 0.25
 """How long each limit of the machine is measured in a repeat."""
 QUICK_LIMIT_S = 0.05
-QUICK_HELD_TOKENS = 512
 
 INT8, GROUPED_INT8, READ, MODEL_READ = "int8", "grouped int8", "read", "model read"
 LIMIT_NAMES = {
@@ -71,8 +66,7 @@ class Kernels(Workload):
     plan: Plan
     model: Path
     instruction_set: str = "auto"
-    engines: frozenset[str] = frozenset({"llama", "genai"})
-    """The peers that take part."""
+    beside_peers: bool = True
     sections: frozenset[str] = frozenset()
     """What is measured: some of the plan's."""
     profile: bool = False
@@ -98,11 +92,10 @@ class Kernels(Workload):
     @property
     def all_figures(self) -> list[Figure]:
         plan = self.plan
-        bound = plan.bound
         figures = [_speed(plan, work) for work in plan.works]
         if ROWS in plan.works:
             label = f"a step of {ROWS.rows} tokens of 1 stream over one of 1"
-            figures.append(_own("rows-over-one", label, "x", bound(ROWS.key, ROWS_OVER_ONE)))
+            figures.append(_own("rows-over-one", label, "x", ROWS_OVER_ONE))
         figures += [
             Figure(f"{PREFILL.key}: {INT8}", "int8 multiply-adds", "GMAC/s", "higher"),
             Figure(f"{PREFILL.key}: {GROUPED_INT8}", "the same, with a scale per 32 columns", "GMAC/s", "higher"),
@@ -112,36 +105,11 @@ class Kernels(Workload):
             _own("grouped-share", "prefill: share with scales", "", None, better="higher"),
             _own("stream-share", "1 stream: share of memory read", "", plan.stream_share, better="higher"),
             _own("packed-over-file", "weights in memory over in the file", "x", PACKED_OVER_FILE),
-            _own(FIRST_TOKEN, "load to first token, file in page cache", "s", bound(FIRST_TOKEN, FIRST_TOKEN_S)),
+            _own(FIRST_TOKEN, "load to first token, file in page cache", "s", FIRST_TOKEN_S if plan.apart else None),
             _own(f"{FIRST_TOKEN} of process", "the same from the start of the process", "s", None),
-            _own(HELD.key, f"slow-down, {HELD.label}", "%", bound(HELD.key, SLOW_DOWN_PERCENT)),
-            _own(MEMORY, "resident beyond weights and K/V in use", "MB", bound(MEMORY, MEMORY_OVER_MB)),
+            _own(MEMORY, "resident beyond weights and K/V in use", "MB", MEMORY_OVER_MB if plan.apart else None),
         ]
         return figures
-
-    def details(self, result: Result) -> dict[str, Any]:
-        model = GGUFModel.open(self.model)
-        values: dict[tuple[str, str], list[float]] = {}
-        facts: dict[str, Any] = {}
-        profiles: dict[str, Any] = {}
-        for run in result.runs:
-            who, scale = ("machine", 1e9) if run.side == LIMIT else (result.shown(run.side), 1.0)
-            for what, value in run.metrics.items():
-                values.setdefault((what, who), []).append(scale * value)
-            if "engine" in run.facts:
-                facts[who] = run.facts["engine"]
-            facts |= {MEMORY: run.facts[MEMORY]} if MEMORY in run.facts else {}
-            profiles |= run.facts.get("profile", {})
-        return {
-            "lines": [line for row in result.rows for line in _lines(row, self.plan.compared(row.figure.key))],
-            "notes": result.notes,
-            "values": [{"what": what, "who": who, "values": each} for (what, who), each in values.items()],
-            "macs_per_token": file_macs_per_token(model),
-            "weight_bytes_per_token": file_read_per_token(model),
-            "file_weight_bytes": file_weight_bytes(model),
-            "facts": facts,
-            "profiles": profiles,
-        }
 
 
 def _own(key: str, label: str, unit: str, bound: float | None, *, better: Any = "lower") -> Figure:
@@ -151,30 +119,8 @@ def _own(key: str, label: str, unit: str, bound: float | None, *, better: Any = 
 
 def _speed(plan: Plan, work: Work) -> Figure:
     bounds = {each.peer.label: each.times for each in plan.comparisons if each.work is work and each.times is not None}
-    if work.key in plan.elsewhere:
-        bounds[ELSEWHERE_LABEL] = 1.0  # a number from another machine must be passed, whatever the machines are
-    limit = Limit("ratio", 1.0, bounds, only_named=True) if bounds else None
+    limit = Limit("ratio", 1.0, bounds) if bounds else None
     return Figure(work.key, work.label, "tok/s", "higher", limit)
-
-
-def _lines(row: Row, compared: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Ours alone, unless it is compared; then a line for each peer, measured or not."""
-    figure = row.figure
-    others = dict.fromkeys([*compared, *(peer for peer, each in row.peers.items() if each.value)])
-    for against in [*([] if figure.compared and others else [None]), *others]:
-        theirs = None if against is None else row.peers.get(against)
-        required = figure.required(against)
-        yield {
-            "key": figure.key,
-            "work": figure.label,
-            "unit": figure.unit,
-            "ours": asdict(row.ours) if row.ours and (theirs is None or figure.compared) else None,
-            "against": against,
-            "theirs": asdict(theirs.value) if theirs and theirs.value else None,
-            "ratio": theirs.ratio._asdict() if theirs and theirs.ratio else None,
-            "must_reach": required,
-            "outcome": str(((theirs or not against) and row.verdict(against)) or "not measured") if required else "",
-        }
 
 
 class _KernelRun:
@@ -200,7 +146,6 @@ class _KernelRun:
         self._keep(Run(OURS, 0, {"packed-over-file": packed}, facts))
         parts: dict[str, tuple[str, Callable[[], Coroutine[Any, Any, None]]]] = {
             **{work.key: (work.label, partial(self._speed_of_all, work)) for work in plan.works},
-            HELD.key: (HELD.label, self._slow_downs),
             FIRST_TOKEN: ("load to first token", self._first_tokens),
             MEMORY: ("resident memory", self._memory),
         }
@@ -230,10 +175,6 @@ class _KernelRun:
             facts = {"settings": f"{work.label}: {_described(variant)}"} if variant else {}
             self._keep(Run(side, repeat, {work.key: speed}, facts))
         self._shares(work, limits)
-        if work.key in self._kernels.plan.elsewhere:
-            facts = {"settings": "fixed numbers, two cores with AVX2 only; the machine differs"}
-            for repeat in self._speeds[work.key, OURS]:
-                self._keep(Run(ELSEWHERE_LABEL, repeat, {work.key: self._kernels.plan.elsewhere[work.key]}, facts))
         if self._kernels.profile:
             phases = await self._ask(_OURS_PROCESS, "profile", work=self._kernels.sized(work))
             notes = [_profile_line(work.label, phases)]
@@ -272,16 +213,6 @@ class _KernelRun:
             for repeat in one.keys() & several.keys():
                 self._keep(Run(side, repeat, {"rows-over-one": ROWS.rows * one[repeat] / several[repeat]}))
 
-    async def _slow_downs(self) -> None:
-        peers = await self._available(self._kernels.plan.peers_of(HELD))
-        held = QUICK_HELD_TOKENS if self._kernels.small else HELD_TOKENS
-        for repeat, side in self._turns([OURS, *peers]):
-            self._say(HELD, side, repeat)
-            process, variant = (_OURS_PROCESS, {}) if side == OURS else (peers[side].process, peers[side].variants[0])
-            work = self._kernels.sized(HELD)
-            times = await self._ask(process, "slow_down", work=work, variant=variant, held=held)
-            self._keep(Run(side, repeat, {HELD.key: 100 * (times["beside_s"] / times["alone_s"] - 1)}))
-
     async def _first_tokens(self) -> None:
         for repeat in range(self._setup.repeats):
             self._setup.view.say(f"load to first token, {repeat + 1} of {self._setup.repeats}")
@@ -314,7 +245,7 @@ class _KernelRun:
         """The peers that take part and start, by label. One that does not is left out, and the notes say why."""
         found = {}
         for peer in peers:
-            if peer.engine not in self._kernels.engines or peer.process in self._lost:
+            if not self._kernels.beside_peers or peer.process in self._lost:
                 continue
             try:
                 self._keep(Run(peer.label, 0, {}, {"engine": (await self._process(peer.process)).ready}))

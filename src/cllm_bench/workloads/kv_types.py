@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any
 
 import numpy as np
 
@@ -15,14 +14,12 @@ from cllm.backends.native.loader import load_engine
 from cllm.kv.sizing import CPU_KV_TYPES
 from cllm.machine import mib, read_memory_limits, tightest
 from cllm.models.gguf import GGUFModel
-from cllm_bench.figures import OURS, Curve, Figure, Limit, Run, own
+from cllm_bench.figures import OURS, Figure, Limit, Run, own
 from cllm_bench.kernels.blocks import BLOCK, BlockStreams
 from cllm_bench.kernels.streams import fill, median_step_s
 from cllm_bench.kernels.works import Work
 from cllm_bench.machine import busy_percent
 from cllm_bench.quality.comparison import FIGURES, Comparison, blocks_for, log_softmax, logits_in_turn
-from cllm_bench.report import Result, markdown, times_reference, verdict_lines
-from cllm_bench.stats import ratio_interval
 from cllm_bench.workloads.base import Keep, Setup, Workload
 
 MANY = 32
@@ -81,10 +78,6 @@ class KvTypes(Workload):
     def title(self) -> str:
         return f"{self.model.path.stem}: pairs of K and V types"
 
-    @property
-    def label(self) -> str:
-        return "pairs of K and V types"
-
     def quick(self) -> KvTypes:
         return replace(self, small=True)
 
@@ -94,7 +87,7 @@ class KvTypes(Workload):
 
     @property
     def all_figures(self) -> list[Figure]:
-        limit = Limit("ratio", LEAST_SPEED, {str(REFERENCE): LEAST_SPEED}, only_named=True)
+        limit = Limit("ratio", LEAST_SPEED, {str(REFERENCE): LEAST_SPEED})
         return [
             *self.figures,
             *(
@@ -124,7 +117,6 @@ class KvTypes(Workload):
             for pair, quality in found.items():
                 size = {"bytes_per_token": self._bytes(pair), "of_f16": self._bytes(pair) / self._bytes(REFERENCE)}
                 keep(Run(_side(pair), 0, size | quality.metrics, facts))
-        speeds: dict[tuple[Pair, str], dict[int, float]] = {}
         for repeat in range(setup.repeats):
             # Each repeat begins with another pair: a slow spell of the machine hits all alike.
             for index in range(len(PAIRS)):
@@ -133,9 +125,6 @@ class KvTypes(Workload):
                 busy = busy_percent()
                 measured = self._speeds(engine, pair, works)
                 keep(Run(_side(pair), repeat, measured, {"busy_percent_before": busy}))
-                for work, speed in measured.items():
-                    speeds.setdefault((pair, work), {})[repeat] = speed
-        keep(Run(str(REFERENCE), 0, {}, curves=list(self._curves(found, speeds, works))))
 
     def _bytes(self, pair: Pair) -> int:
         return self.model.shape.kv_bytes_per_token(pair.type_k, pair.type_v)
@@ -166,66 +155,9 @@ class KvTypes(Workload):
             speeds |= {work.key: work.streams / median_step_s(streams, work, n_vocab) for work in alike}
         return speeds
 
-    def _curves(
-        self,
-        found: Mapping[Pair, Comparison],
-        speeds: Mapping[tuple[Pair, str], Mapping[int, float]],
-        works: Sequence[Work],
-    ) -> Iterator[Curve]:
-        """Loss and speed against bytes."""
-
-        def over_bytes(plot: str, what: str, y_label: str, height: Callable[[Pair], float]) -> Iterator[Curve]:
-            caption = f"{what}, by the memory that a token takes: a line for each type of K, a dot for each type of V."
-            for type_k in CPU_KV_TYPES:
-                points = [(float(self._bytes(pair)), height(pair)) for pair in PAIRS if pair.type_k == type_k]
-                yield Curve(plot, f"K {type_k}, V f16 to q4_0", "bytes per token", y_label, points, caption)
-
-        def times_f16(work: Work, pair: Pair) -> float:
-            ours, reference = speeds[pair, work.key], speeds[REFERENCE, work.key]
-            return ratio_interval([ours[repeat] / reference[repeat] for repeat in ours]).estimate
-
-        title, what = "Loss against bytes: perplexity", "How much worse the text is predicted"
-        yield from over_bytes(title, what, "% above f16/f16", lambda pair: 100 * found[pair].perplexity_change)
-        title, what = (
-            "Loss against bytes: mean KL from f16/f16",
-            "How far the predicted probabilities are from those of f16/f16",
-        )
-        yield from over_bytes(title, what, "nats", lambda pair: found[pair].mean_divergence)
-        for work in works:
-            title = f"Speed against bytes: {work.label}"
-            yield from over_bytes(title, "Tokens per second", "times f16/f16", partial(times_f16, work))
-
-    def details(self, result: Result) -> dict[str, Any]:
-        facts = result.runs[0].facts
-        speeds = [figure for figure in result.figures if figure.unit == "tok/s"]
-        measured = {figure.key for figure in speeds if any(figure.key in run.metrics for run in result.runs)}
-        return {
-            "model": self.model.path.stem,
-            "instruction_set": facts["engine"],
-            "threads": facts["threads"],
-            "works": [asdict(work) for work in self.works if work.key in measured],
-            "pairs": [_pair_json(result, pair, speeds) for pair in PAIRS],
-            "verdicts": verdict_lines(result),
-            "notes": result.notes,
-            "table": markdown(result),
-        }
-
 
 def _side(pair: Pair) -> str:
     return OURS if pair == JUDGED else str(pair)
-
-
-def _pair_json(result: Result, pair: Pair, figures: Sequence[Figure]) -> dict[str, Any]:
-    runs = [run for run in result.runs if run.side == _side(pair)]
-    quality = {key: value for key, value in runs[0].metrics.items() if key != "of_f16"}
-    speeds = {figure.key: [run.metrics[figure.key] for run in runs if figure.key in run.metrics] for figure in figures}
-    times = {figure.key: times_reference(result, figure, _side(pair)) for figure in figures if speeds[figure.key]}
-    return {
-        **asdict(pair),
-        **quality,
-        "tokens_per_s": {work: values for work, values in speeds.items() if values},
-        "times_f16": {work: found.estimate if found else 1.0 for work, found in times.items()},
-    }
 
 
 def compare_on(

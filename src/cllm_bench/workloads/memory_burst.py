@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 from cllm.kv.sizing import MIB
 from cllm_bench.client import Client
 from cllm_bench.errors import BenchError
-from cllm_bench.figures import OURS, Curve, Figure, Metrics, Run, own
+from cllm_bench.figures import OURS, Figure, Metrics, Run, own
 from cllm_bench.load import at_most
 from cllm_bench.prompts import Prompts
 from cllm_bench.response import TimedResponse
 from cllm_bench.servers import Server
 from cllm_bench.stats import percentile, ratio_interval
-from cllm_bench.watch import resident_mb
+from cllm_bench.watch import Watcher
 from cllm_bench.workloads.base import LocalWorkload, Setup, busy_at_rest
 from cllm_bench.workloads.over_http import warm_cllm
 
@@ -33,7 +32,8 @@ ROOM = 1.03
 @dataclass(frozen=True)
 class MemoryBurst(LocalWorkload):
     """Two servers, one of which never gives memory back, take the same burst one after the other. Then all is quiet,
-    and bursts follow that find the memory given back, or ready.
+    and bursts follow that find the memory given back, or ready. Resident memory and the K/V of running requests and of
+    the cache are sampled all the time.
     """
 
     filled_mb: float = 2000
@@ -53,6 +53,7 @@ class MemoryBurst(LocalWorkload):
         Figure("first_token_ratio", "first token, P50, of later bursts, over memory kept", "x", limit=own(1.1)),
         Figure("before_mb", "resident before", "MB"),
         Figure("peak_mb", "resident at the peak", "MB"),
+        Figure("kv_peak_mb", "K/V at the peak", "MB"),
         Figure("after_mb", "resident after the quiet", "MB"),
         Figure("back_s", "quiet until it was back", "s"),
         Figure("ttft_p50_ms", "first token, P50, of later bursts", "ms"),
@@ -77,6 +78,7 @@ class MemoryBurst(LocalWorkload):
             keeping = await self._start(setup, stack, None)
             facts: dict[str, Any] = {**giving.server.facts, "busy_percent_before": await busy_at_rest()}
             for side in (giving, keeping):
+                await stack.enter_async_context(side.watcher)
                 await self._first_burst(setup, side, repeat)
             for number in range(self.bursts):
                 setup.view.say(f"{self.title}: burst {number + 1}")
@@ -86,8 +88,8 @@ class MemoryBurst(LocalWorkload):
                     await self._next_burst(setup.prompts(f"{self.name} {repeat} {number}"), side)
         ours = giving.metrics | giving.first_tokens() | first_token_ratio(giving.bursts, keeping.bursts)
         return [
-            Run(OURS, repeat, ours, facts, curves=giving.curves("memory given back")),
-            Run(KEPT, repeat, keeping.metrics | keeping.first_tokens(), curves=keeping.curves(KEPT)),
+            Run(OURS, repeat, ours, facts, samples=giving.watcher.samples),
+            Run(KEPT, repeat, keeping.metrics | keeping.first_tokens(), samples=keeping.watcher.samples),
         ]
 
     async def _start(self, setup: Setup, stack: AsyncExitStack, release_after_s: float | None) -> _Side:
@@ -97,30 +99,30 @@ class MemoryBurst(LocalWorkload):
             **setup.settings,
             "kv.release_after_s": "null" if release_after_s is None else release_after_s,
         }
-        return _Side(*await stack.enter_async_context(warm_cllm(setup, settings)))
+        server, client = await stack.enter_async_context(warm_cllm(setup, settings))
+        return _Side(server, client, Watcher(client, server.pid, SAMPLE_S))
 
     async def _first_burst(self, setup: Setup, side: _Side, repeat: int) -> None:
         prompts = setup.prompts(f"{self.name} {repeat}")
         count = -(-int(self.filled_mb * 1e6) // (await _bytes_per_token(side.client) * self.prompt_tokens))
-        before = side.resident
-        begun = perf_counter()
-        async with side.sampling():
-            await side.ask([prompts.rough(self.prompt_tokens) for _ in range(count)], self.at_a_time)
-            ended = perf_counter()
-            await asyncio.sleep(self.quiet_s)
-        peak = max(megabytes for _, megabytes in side.samples)
-        after = side.samples[-1][1]
-        allowed = before * 1.05 + self.idle_mb * MIB / 1e6
+        await asyncio.sleep(2 * SAMPLE_S)
+        before = side.resident()[-1][1]
+        await side.ask([prompts.rough(self.prompt_tokens) for _ in range(count)], self.at_a_time)
+        ended = side.resident()[-1][0]
+        await asyncio.sleep(self.quiet_s)
+        resident = side.resident()
+        idle_mb = self.idle_mb * MIB / 1e6
+        after = resident[-1][1]
         side.metrics = {
             "before_mb": before,
-            "peak_mb": peak,
+            "peak_mb": max(megabytes for _, megabytes in resident),
+            "kv_peak_mb": max((each.kv_running_mb or 0) + (each.kv_cached_mb or 0) for each in side.watcher.samples),
             "after_mb": after,
-            "over_percent": 100 * max(0.0, after - self.idle_mb * MIB / 1e6 - before) / before,
+            "over_percent": 100 * max(0.0, after - idle_mb - before) / before,
         }
-        back = back_after([(at - ended, mb) for at, mb in side.samples if at >= ended], allowed)
+        back = back_after([(at - ended, mb) for at, mb in resident if at >= ended], before * 1.05 + idle_mb)
         if back is not None:
             side.metrics["back_s"] = back
-        side.samples = [(at - begun, megabytes) for at, megabytes in side.samples]
 
     async def _next_burst(self, prompts: Prompts, side: _Side) -> None:
         texts = [prompts.rough(self.burst_prompt_tokens) for _ in range(self.burst_requests)]
@@ -131,30 +133,14 @@ class MemoryBurst(LocalWorkload):
 class _Side:
     server: Server
     client: Client
-    samples: list[tuple[float, float]] = field(default_factory=list)
-    """Seconds, MB resident."""
+    watcher: Watcher
     metrics: Metrics = field(default_factory=dict)
     bursts: list[Sequence[TimedResponse]] = field(default_factory=list)
 
-    @property
-    def resident(self) -> float:
-        assert self.server.pid is not None
-        return resident_mb(self.server.pid)
-
-    @asynccontextmanager
-    async def sampling(self) -> AsyncIterator[None]:
-        async def sample() -> None:
-            while True:
-                self.samples.append((perf_counter(), self.resident))
-                await asyncio.sleep(SAMPLE_S)
-
-        task = asyncio.create_task(sample())
-        try:
-            yield
-            self.samples.append((perf_counter(), self.resident))
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+    def resident(self) -> list[tuple[float, float]]:
+        """Seconds, MB resident."""
+        samples = self.watcher.samples
+        return [(each.seconds, each.resident_mb) for each in samples if each.resident_mb is not None]
 
     async def ask(self, texts: Sequence[str], at_a_time: int) -> Sequence[TimedResponse]:
         answers = await at_most(at_a_time, [partial(self.client.complete, text, 2) for text in texts])
@@ -163,10 +149,6 @@ class _Side:
 
     def first_tokens(self) -> Metrics:
         return {"ttft_p50_ms": _first_token(answer for burst in self.bursts for answer in burst) * 1e3}
-
-    def curves(self, name: str) -> list[Curve]:
-        caption = "The server's physical memory while bursts of requests come and go."
-        return [Curve("Resident memory in a burst and after it", name, "seconds", "MB", self.samples, caption)]
 
 
 async def _bytes_per_token(client: Client) -> int:

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from statistics import fmean, median
+from statistics import median
 from time import monotonic, perf_counter
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +22,6 @@ from cllm.engine.sampling import choose
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.stepper import Stepper
 from cllm.kv.ops import BlockGeometry
-from cllm.kv.paged.fragmentation import contiguity
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.paged.pool import BlockPool
 from cllm.kv.radix import RadixTree
@@ -54,10 +53,6 @@ class Micro(LocalWorkload):
         Figure("small_step_ms", "scheduler + KV per step, 32 running", "ms", limit=own(0.3)),
         Figure("large_step_ms", "scheduler + KV per step, 256 running", "ms", limit=own(2.0)),
         Figure("pool_blocks_per_s", "pool: allocate + free", "blocks/s", "higher", own(500_000)),
-        Figure("batch_us", "a batch's blocks: each prompt's 21 together, per prompt", "us"),
-        Figure("batch_singly_us", "the same, all prompts in turn by one block each", "us"),
-        Figure("batch_adjacent", "together: neighbours in a block table that are neighbours in memory", "%"),
-        Figure("batch_singly_adjacent", "the same in turn", "%"),
         Figure("small_admission_us", "admission into a full cache, 10,000 blocks", "us", limit=own(200.0)),
         Figure("large_admission_us", "admission into a full cache, 1,000,000 blocks", "us", limit=own(200.0)),
         Figure("tree_per_s", "tree: match + insert of 1,000 tokens", "/s", "higher", own(20_000)),
@@ -76,16 +71,10 @@ class Micro(LocalWorkload):
         facts = {"busy_percent_before": await busy_at_rest()}
         small, large = self.running
         small_cache, large_cache = self.cache_blocks
-        together_us, together = self.batch(large, together=True)
-        singly_us, singly = self.batch(large, together=False)
         metrics: Metrics = {
             "small_step_ms": self.step_ms(small),
             "large_step_ms": self.step_ms(large),
             "pool_blocks_per_s": self.pool_blocks_per_s(),
-            "batch_us": together_us,
-            "batch_singly_us": singly_us,
-            "batch_adjacent": together,
-            "batch_singly_adjacent": singly,
             "small_admission_us": self.admission_us(small_cache),
             "large_admission_us": self.admission_us(large_cache),
             "tree_per_s": self.tree_per_s(),
@@ -139,24 +128,6 @@ class Micro(LocalWorkload):
         for table in tables:
             pool.release(table)
         return self.pool_blocks / (perf_counter() - start)
-
-    def batch(self, prompts: int, *, together: bool) -> tuple[float, float]:
-        """Allocate the blocks of a batch: the microseconds it takes per prompt, and the percentage of neighbours in
-        block tables that are neighbours in memory."""
-        blocks = -(-self.prompt_tokens // BLOCK_SIZE)
-        pool = BlockPool(self.pool_blocks)
-        sequences = [KVSequence([]) for _ in range(prompts)]
-        start = perf_counter()
-        if together:
-            for sequence in sequences:
-                sequence.blocks = pool.allocate(blocks) or []
-        else:
-            for _ in range(blocks):
-                for sequence in sequences:
-                    sequence.blocks += pool.extend(1, after=sequence.blocks[-1] if sequence.blocks else -1) or []
-        seconds = perf_counter() - start
-        adjacent = fmean(contiguity([sequence]) for sequence in sequences)
-        return seconds / prompts * 1e6, 100 * adjacent
 
     def admission_us(self, blocks: int) -> float:
         """Median microseconds that a prompt's admission takes where every block is cached and others must go."""

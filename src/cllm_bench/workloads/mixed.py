@@ -12,7 +12,7 @@ from typing import ClassVar
 from cllm_bench.client import Client
 from cllm_bench.figures import Figure, Metrics
 from cllm_bench.load import Job, at_times
-from cllm_bench.peers.base import Needs
+from cllm_bench.peers import Needs
 from cllm_bench.prompts import Prompts
 from cllm_bench.response import TimedResponse
 from cllm_bench.workloads.over_http import HttpWorkload
@@ -58,7 +58,6 @@ class Mixed(HttpWorkload):
     system_share: float = 0.5
 
     name = "mixed"
-    headline = "request_p50_ms"
     figures: ClassVar[tuple[Figure, ...]] = (
         Figure("goodput_percent", "good answers", "%", "higher"),
         Figure("ttft_p95_ms", "first token, P95", "ms"),

@@ -8,7 +8,7 @@ from functools import partial
 from cllm_bench.client import Client
 from cllm_bench.figures import Figure, Metrics, times_the_peer
 from cllm_bench.load import at_most
-from cllm_bench.peers.base import Needs
+from cllm_bench.peers import Needs
 from cllm_bench.prompts import Prompts
 from cllm_bench.workloads.over_http import HttpWorkload
 
@@ -24,7 +24,6 @@ class Prefix(HttpWorkload):
     answer_tokens: int = 32
 
     name = "prefix"
-    headline = "seconds"
     figures = (
         Figure("seconds", "total", "s", limit=times_the_peer(8.0)),
         Figure("cached_percent", "prompt from cache", "%", "higher"),

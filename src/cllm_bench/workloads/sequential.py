@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from cllm_bench.client import Client
 from cllm_bench.figures import Figure, Metrics, own
-from cllm_bench.peers.base import Needs
+from cllm_bench.peers import Needs
 from cllm_bench.prompts import Prompts
 from cllm_bench.stats import last_fifth_over_first
 from cllm_bench.workloads.over_http import HttpWorkload
@@ -21,7 +21,6 @@ class Sequential(HttpWorkload):
     prompt_tokens: int = 4
 
     name = "sequential"
-    headline = "request_p50_ms"
     figures = (
         Figure("last_over_first", "last fifth / first fifth", "", limit=own(1.05)),
         Figure("slope_ms", "slope per request", "ms", compared=False),
@@ -32,10 +31,6 @@ class Sequential(HttpWorkload):
         return (
             f"sequential: {self.prompt_tokens} tokens in, {self.answer_tokens} out, {self.requests} requests one by one"
         )
-
-    @property
-    def label(self) -> str:
-        return f"sequential, {self.answer_tokens} out"
 
     @property
     def needs(self) -> Needs:

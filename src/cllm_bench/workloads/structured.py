@@ -61,7 +61,7 @@ class Structured(LocalWorkload):
 
     async def one_repeat(self, setup: Setup, repeat: int) -> list[Run]:
         async with AsyncExitStack() as stack:
-            llm = await stack.enter_async_context(AsyncLLM(load_config(overrides=_settings(setup)).config))
+            llm = await stack.enter_async_context(AsyncLLM(load_config(overrides=setup.engine_settings).config))
             sides = [_Side(llm, True), _Side(llm, False)]
             for side in sides:
                 await side.rate(["Hello!"], _records(), replace(GREEDY, max_tokens=8), "warm-up")
@@ -138,16 +138,6 @@ class _Side:
     def metrics(self) -> Metrics:
         rates = {f"{key}_tokens_per_s": fmean(values) for key, values in self.rates.items()}
         return rates | {"first_ms": median(self.first_s) * 1e3}
-
-
-def _settings(setup: Setup) -> dict[str, Any]:
-    return {
-        "model.name": setup.model if setup.backend == "fake" else str(setup.model_file),
-        "backend.type": setup.backend,
-        "backend.threads": setup.threads,
-        "kv.disk.enabled": False,
-        **setup.settings,
-    }
 
 
 async def _as_chat(llm: AsyncLLM, question: str) -> Sequence[int]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -25,7 +24,6 @@ from cllm_bench.kernels.blocks import BLOCK
 from cllm_bench.quality.comparison import FIGURES, Comparison, Floats, blocks_for, log_softmax, logits_in_turn
 from cllm_bench.quality.llama import LlamaReference
 from cllm_bench.quality.reference import Reference
-from cllm_bench.report import Result, markdown
 from cllm_bench.workloads.base import Keep, Setup, Workload
 
 TRUTH = "float32"
@@ -71,10 +69,6 @@ class Truth(Workload):
     def title(self) -> str:
         return f"{self.model.path.stem}: distance to the truth"
 
-    @property
-    def label(self) -> str:
-        return "distance to the truth"
-
     def quick(self) -> Truth:
         return replace(self, texts=self.texts[:1])
 
@@ -108,25 +102,6 @@ class Truth(Workload):
         finally:
             for run in _runs(truth, distances, left_out):
                 keep(run)
-
-    def details(self, result: Result) -> dict[str, Any]:
-        truth, *sides = [run for run in result.runs if run.side == TRUTH or "way" in run.facts]
-        return {
-            "model": self.model.path.stem,
-            "truth": {"versions": truth.facts["versions"], "perplexity": truth.metrics.get("perplexity")},
-            "sides": [
-                {
-                    "engine": run.facts["engine"],
-                    "computed_with": run.facts["way"],
-                    "kv_type": run.facts["kv_type"],
-                    **run.metrics,
-                }
-                for run in sides
-            ],
-            "left_out": {run.side: run.facts["left_out"] for run in result.runs if "left_out" in run.facts},
-            "notes": result.notes,
-            "table": markdown(result),
-        }
 
 
 def _runs(truth: Reference, distances: Mapping[Side, Comparison], left_out: Mapping[str, str]) -> Iterator[Run]:

@@ -1,63 +1,35 @@
-"""What is measured, on which device, and the engine it is measured on."""
+"""The engine in this process on a model of random weights, with its steps written down, and what it is asked."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import random
+import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from cllm import AsyncLLM, SamplingParams
 from cllm.config import load_config
 from cllm.engine.observer import RequestRecord
-from cllm.structured.matcher import Grammar
-
-Measures = dict[str, Any]
-Keep = Callable[[str, Measures], None]
-"""Called with what was measured as soon as it is known: what comes after may fail."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How much work. The defaults are those that figures are stated for."""
-
-    stream_in: int = 128
-    stream_out: int = 128
-    many: int = 256
-    some: int = 64
-    prompts: int = 8
-    long_prompt: int = 2048
-    shared_prompt: int = 2000
-    attended: int = 4096
-    idle_out: int = 800
-    client_processes: int = 4
-    repeats: int = 3
-
-
-TINY = Sizes(
-    stream_in=16, stream_out=12, many=8, some=8, prompts=2, long_prompt=64, shared_prompt=80, attended=64, idle_out=24,
-    client_processes=2, repeats=1,
-)  # fmt: skip
+from cllm_bench.torch_gpu.models import use_random_weights, write_directory
+from cllm_bench.workloads.base import Setup
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a section works."""
+    """Where the models lie, and on which device they run."""
 
-    device: str
     directory: Path
-    """Where models lie, and whatever else is written."""
-    tiny: bool = False
-    settings: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def sizes(self) -> Sizes:
-        return TINY if self.tiny else Sizes()
+    device: str
+    tiny: bool
+    settings: dict[str, Any]
 
     @property
     def on_gpu(self) -> bool:
@@ -80,8 +52,18 @@ class Place:
         return settings | self.settings | {key.replace("__", "."): value for key, value in more.items()}
 
 
+@contextmanager
+def random_models(setup: Setup, *shapes: str, tiny: bool) -> Iterator[Place]:
+    """Directories of models whose weights this process makes up while it loads them."""
+    device = str(setup.settings.get("backend.torch.device", "cuda" if torch.cuda.is_available() else "cpu"))
+    with tempfile.TemporaryDirectory(prefix="cllm-torch-") as directory, use_random_weights(device):
+        place = Place(Path(directory), device, tiny, dict(setup.settings))
+        for name in dict.fromkeys(map(place.shape, shapes)):
+            write_directory(place.directory / name, name)
+        yield place
+
+
 class Step(NamedTuple):
-    ended: float
     seconds: float
     prompt_tokens: int
     rows: int
@@ -94,16 +76,16 @@ class StepLog:
         self.steps: list[Step] = []
 
     def on_step(self, seconds: float, prompt_tokens: int, decode_tokens: int) -> None:
-        self.steps.append(Step(time.perf_counter(), seconds, prompt_tokens, decode_tokens))
+        self.steps.append(Step(seconds, prompt_tokens, decode_tokens))
 
     def on_finished(self, record: RequestRecord) -> None: ...
 
     def on_eviction(self, count: int, seconds: float) -> None: ...
 
-    def decode_rate(self, rows: int) -> tuple[float, int]:
-        """Tokens a second of the steps that decode so many rows and nothing else; and how many there were."""
+    def decode_rate(self, rows: int) -> float:
+        """Tokens a second of the steps that decode so many rows and nothing else."""
         times = [step.seconds for step in self.steps if step.rows == rows and not step.prompt_tokens]
-        return (rows * len(times) / sum(times) if times else 0.0), len(times)
+        return rows * len(times) / sum(times) if times else 0.0
 
 
 class Answered(NamedTuple):
@@ -114,12 +96,8 @@ class Answered(NamedTuple):
     cached: list[int]
 
     @property
-    def tokens(self) -> int:
-        return sum(map(len, self.answers))
-
-    @property
     def rate(self) -> float:
-        return self.tokens / self.seconds
+        return sum(map(len, self.answers)) / self.seconds
 
 
 class Bench:
@@ -130,15 +108,11 @@ class Bench:
         self.log = StepLog()
         llm.observers.append(self.log)
 
-    async def ask(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], grammar: Grammar | None = None
-    ) -> Answered:
+    async def ask(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Answered:
         """All at once."""
         self.log.steps.clear()
         started = time.perf_counter()
-        generations = [
-            self.llm.submit(prompt, each, grammar=grammar) for prompt, each in zip(prompts, params, strict=True)
-        ]
+        generations = [self.llm.submit(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
         answers = await asyncio.gather(*map(_read, generations))
         seconds = time.perf_counter() - started
         first_s = [generation.timings.ttft_s for generation in generations]
@@ -149,7 +123,21 @@ class Bench:
         return await self.ask(prompts, [greedy(tokens)] * len(prompts))
 
     def prompts(self, count: int, length: int, seed: str) -> list[list[int]]:
-        return random_prompts(self.llm.shape.n_vocab, count, length, seed)
+        source, vocabulary = random.Random(seed), self.llm.shape.n_vocab
+        return [[source.randrange(vocabulary) for _ in range(length)] for _ in range(count)]
+
+    async def speeds(self, many: int, tokens_in: int, tokens_out: int) -> dict[str, float]:
+        """One stream, then many at once: generated tokens over all the time from the first request to the last token.
+        Steps in which all of the many decode are also counted by themselves."""
+        for count in (1, many):  # warm up
+            await self.ask_alike(self.prompts(count, tokens_in, f"warm {count}"), tokens_out)
+        one = await self.ask_alike(self.prompts(1, tokens_in, "one"), tokens_out)
+        all_at_once = await self.ask_alike(self.prompts(many, tokens_in, "many"), tokens_out)
+        return {
+            "one_tokens_per_s": one.rate,
+            "many_tokens_per_s": all_at_once.rate,
+            "decode_tokens_per_s": self.log.decode_rate(many),
+        }
 
 
 async def _read(generation: Any) -> list[int]:
@@ -163,11 +151,6 @@ def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
 
 
-def random_prompts(vocab: int, count: int, length: int, seed: str) -> list[list[int]]:
-    source = random.Random(seed)
-    return [[source.randrange(vocab) for _ in range(length)] for _ in range(count)]
-
-
 @asynccontextmanager
 async def engine(settings: dict[str, Any]) -> AsyncIterator[Bench]:
     llm = AsyncLLM(load_config(None, settings, environ={}).config)
@@ -178,3 +161,6 @@ async def engine(settings: dict[str, Any]) -> AsyncIterator[Bench]:
         gc.freeze()
         yield bench
     gc.unfreeze()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the next engine counts what is free

@@ -1,4 +1,4 @@
-"""Attention by itself, against the bandwidth at which memory can be read."""
+"""Decode attention by itself, against the bandwidth at which memory can be read."""
 
 from __future__ import annotations
 
@@ -15,22 +15,16 @@ from cllm.backends.torch.batch import make_batch
 from cllm.backends.torch.decoder import Decoder
 from cllm.backends.torch.device import choose_operations
 from cllm.kv.ops import BlockGeometry
-
-from .work import Keep, Measures, Place
+from cllm_bench.torch_gpu.engines import Place
 
 BLOCK = 16
 
 
-async def attention(place: Place, keep: Keep) -> None:
-    with torch.inference_mode():
-        keep("attention", attention_alone(place, torch.device(place.device)))
-
-
-def attention_alone(place: Place, device: torch.device) -> Measures:
-    """One layer's decode attention over K and V that lie scattered, against reading as many bytes in a row."""
-    rows, context = place.sizes.some, place.sizes.attended
-    heads = (4, 2, 16) if place.tiny else (32, 8, 128)
-    n_heads, n_kv_heads, head_dim = heads
+@torch.inference_mode()
+def attention_share(place: Place, rows: int, context: int) -> float:
+    """One layer's attention over K and V that lie scattered: its speed over that of reading as many bytes in a row."""
+    device = torch.device(place.device)
+    n_heads, n_kv_heads, head_dim = (4, 2, 16) if place.tiny else (32, 8, 128)
     decoder = Decoder(1, n_heads * head_dim, n_heads, n_kv_heads, head_dim, 1, 1, 1e-5, 1e4, context)
     per_row = context // BLOCK
     arena = Arena(decoder, BlockGeometry(rows * per_row, BLOCK), "f16", device)
@@ -41,25 +35,17 @@ def attention_alone(place: Place, device: torch.device) -> Measures:
     dtype = torch.bfloat16 if place.on_gpu else torch.float32
     q = torch.randn(rows, n_heads, head_dim, device=device).to(dtype)
     operations = choose_operations(device)
-    seconds = timed(lambda: operations.attend(q, arena, 0, batch), device)
+    seconds = _timed(lambda: operations.attend(q, arena, 0, batch), device)
     size = (1 << 22) if place.tiny else (4 << 30)
     big = torch.ones(size // 8, dtype=torch.int64, device=device)
-    read = size / timed(big.sum, device)
-    reached = arena.data.nbytes / seconds
-    return {
-        "bytes": arena.data.nbytes,
-        "microseconds": seconds * 1e6,
-        "tb_per_s": reached / 1e12,
-        "read_tb_per_s": read / 1e12,
-        "share": reached / read,
-    }
+    return float(arena.data.nbytes / seconds / (size / _timed(big.sum, device)))
 
 
-def timed(run: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
+def _timed(run: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
     """Seconds of one run, as a graph where there is a GPU, so that only what happens there counts."""
     run()
+    times = []
     if device.type != "cuda":
-        times = []
         for _ in range(3):
             started = time.perf_counter()
             run()
@@ -73,7 +59,6 @@ def timed(run: Callable[[], object], device: torch.device, repeats: int = 20) ->
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    times = []
     for _ in range(repeats):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
