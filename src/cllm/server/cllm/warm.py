@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -19,8 +17,7 @@ from cllm.server.schema.body import json_body
 from cllm.server.schema.messages import ChatMessage
 from cllm.server.schema.replies import ErrorReply, error_responses
 from cllm.server.schema.validation import AtMost, RequestModel, Words, refusal
-from cllm.server.state import ModelState, ServerState, State, is_operator, tenant_of
-from cllm.work.owner import for_nobody
+from cllm.server.state import ServerState, State, is_operator, tenant_of
 
 if TYPE_CHECKING:
     from cllm.llm import AsyncLLM
@@ -75,37 +72,18 @@ class WarmReply(BaseModel):
     seconds: float
 
 
-@asynccontextmanager
-async def warming_up(state: ServerState) -> AsyncIterator[None]:
-    """Compute `kv.warm` before or while the server runs. With several models, it is computed when one is loaded."""
-    if state.one is not None:
-        await _run(state, state.one, state.warm_up(state.one))
-    try:
-        yield
-    finally:
-        for task in state.background:
-            task.cancel()
-        await asyncio.gather(*state.background, return_exceptions=True)
-
-
 async def on_model_loaded(state: ServerState, served: ServedModel, llm: AsyncLLM) -> None:
-    """Called when one of several models is loaded; no request uses it before this returns."""
+    """Compute `kv.warm` when a model is loaded; no request uses it before this returns."""
     model = state.state_of(served, llm)
 
     async def work() -> None:
         with served.awaited():  # not idle meanwhile
             await state.warm_up(model)
 
-    await _run(state, model, work())
-
-
-async def _run(state: ServerState, model: ModelState, work: Coroutine[Any, Any, None]) -> None:
     if model.config.kv.warm_before_ready:
-        await work
-        return
-    task = asyncio.create_task(for_nobody(work))
-    state.background.add(task)
-    task.add_done_callback(state.background.discard)
+        await work()
+    else:
+        state.in_background(work())
 
 
 @router.post(

@@ -36,11 +36,7 @@ _NEVER = "2318-01-01T00:00:00Z"
 async def tags(state: State) -> dict[str, Any]:
     """The available models."""
     loaded = dict(state.running())
-    if state.several is not None:
-        files = {served.name: served.estimate.files for served in state.several.models}
-    else:
-        assert state.one is not None
-        files = {state.one.served_name: None}
+    files = {served.name: served.estimate.files for served in state.serves.models}
     listed = [await _listed(name, loaded.get(name), of_it) for name, of_it in files.items()]
     return {"models": [{**each, "modified_at": _started(state)} for each in listed]}
 
@@ -79,7 +75,7 @@ async def show(body: Annotated[ShowRequest, Depends(ollama_body(ShowRequest))], 
 @router.post("/pull", response_class=Response, responses=error_responses(OllamaError, 400, 401, 404, 413))
 async def pull(body: Annotated[PullRequest, Depends(ollama_body(PullRequest))], state: State) -> Response:
     """Nothing to do for a model that is served. Others are not downloaded."""
-    state.check_name(body.shown)
+    state.find(body.shown)
     if body.stream is False:
         return JSONResponse({"status": "success"})
     lines = "".join(as_json({"status": status}) + "\n" for status in ("pulling manifest", "success"))

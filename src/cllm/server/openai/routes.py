@@ -127,25 +127,26 @@ async def chat_completions(
 @router.get("/models", responses=error_responses(ErrorReply, 401))
 async def models(request: Request, state: State) -> ServedList | ModelList | AnthropicModels:
     """The available models, in Anthropic's format if the header anthropic-version is sent."""
+    cards = [card_of(state, served, sees_all=is_operator(request)) for served in state.serves.models]
     if "anthropic-version" in request.headers:
-        return _for_anthropic(state)
-    if state.several is not None:
-        sees_all = is_operator(request)
-        cards = [served_card(served, state.created, sees_all=sees_all) for served in state.several.models]
-        return ServedList(data=list(cards), memory_budget_bytes=state.several.budget)
-    return ModelList(data=[_card(state)])
+        data = [_anthropic_card(card) for card in cards]
+        return AnthropicModels(data=data, first_id=data[0].id, last_id=data[-1].id)
+    sharing = state.serves.sharing
+    return ModelList(data=cards) if sharing is None else ServedList(data=cards, memory_budget_bytes=sharing.budget)
 
 
 @router.get("/models/{model_id:path}", responses=error_responses(ErrorReply, 401, 404))
 async def model(model_id: str, request: Request, state: State) -> ServedCard | ModelCard | AnthropicModel:
     """One model, by any of its names; in Anthropic's format if the header anthropic-version is sent."""
-    if "anthropic-version" in request.headers:
-        return _one_for_anthropic(model_id, state)
-    if state.several is not None:
-        return served_card(state.find(model_id), state.created, sees_all=is_operator(request))
-    assert state.one is not None
-    state.one.check_name(model_id)
-    return _card(state)
+    card = card_of(state, state.find(model_id), sees_all=is_operator(request))
+    return _anthropic_card(card) if "anthropic-version" in request.headers else card
+
+
+def card_of(state: ServerState, served: ServedModel, *, sees_all: bool) -> ServedCard | ModelCard:
+    if state.serves.sharing is not None:
+        return served_card(served, state.created, sees_all=sees_all)
+    assert served.llm is not None
+    return ModelCard(id=served.name, created=state.created, max_model_len=served.llm.max_context)
 
 
 def served_card(served: ServedModel, created: int, *, sees_all: bool) -> ServedCard:
@@ -168,23 +169,6 @@ def served_card(served: ServedModel, created: int, *, sees_all: bool) -> ServedC
     )
 
 
-def _for_anthropic(state: ServerState) -> AnthropicModels:
-    if state.several is None:
-        cards = [_anthropic_card(_card(state))]
-    else:
-        served = [served_card(each, state.created, sees_all=False) for each in state.several.models]
-        cards = [_anthropic_card(each) for each in served]
-    return AnthropicModels(data=cards, first_id=cards[0].id, last_id=cards[-1].id)
-
-
-def _one_for_anthropic(model_id: str, state: ServerState) -> AnthropicModel:
-    if state.several is not None:
-        return _anthropic_card(served_card(state.find(model_id), state.created, sees_all=False))
-    assert state.one is not None
-    state.one.check_name(model_id)
-    return _anthropic_card(_card(state))
-
-
 def _anthropic_card(card: ServedCard | ModelCard) -> AnthropicModel:
     return AnthropicModel(
         id=card.id,
@@ -193,11 +177,6 @@ def _anthropic_card(card: ServedCard | ModelCard) -> AnthropicModel:
         max_input_tokens=card.max_model_len,
         max_tokens=card.max_model_len,
     )
-
-
-def _card(state: ServerState) -> ModelCard:
-    assert state.one is not None
-    return ModelCard(id=state.one.served_name, created=state.created, max_model_len=state.one.llm.max_context)
 
 
 def _params(
