@@ -35,7 +35,7 @@ from cllm.server.ollama import models as ollama_models
 from cllm.server.ollama import routes as ollama
 from cllm.server.openai import embeddings
 from cllm.server.openai import routes as openai
-from cllm.server.openapi import describe
+from cllm.server.openapi import bodies_of, describe
 from cllm.server.page.files import docs_files, page_files
 from cllm.server.page.routes import add_docs, add_page
 from cllm.server.responses import routes as responses
@@ -47,6 +47,24 @@ if TYPE_CHECKING:
 _DESCRIPTION = """The APIs of OpenAI, Anthropic and Ollama, and cLLM's own. Point any OpenAI client at /v1.
 
 Every parameter is honoured, a documented hint, or refused with status 400 and its name; none is silently ignored."""
+
+
+_ROUTERS = (
+    openai.router,
+    responses.router,
+    anthropic.router,
+    embeddings.router,
+    requests.router,
+    generate.router,
+    tokens.router,
+    ollama.router,
+    ollama_embeddings.router,
+    ollama_models.router,
+    ops.router,
+    warm.router,
+)
+REQUESTS = bodies_of(route for router in (*_ROUTERS, models.router) for route in router.routes)
+"""The request body of each endpoint, those that only several models have included."""
 
 
 def create_app(serves: AsyncLLM | ModelSet, config: Config, *, servers: int = 1) -> FastAPI:
@@ -72,20 +90,7 @@ def create_app(serves: AsyncLLM | ModelSet, config: Config, *, servers: int = 1)
         for served in serves.models:
             served.observers.append(tenants)
         state.warm_tenant = tenants.warm_tenant
-    for router in (
-        openai.router,
-        responses.router,
-        anthropic.router,
-        embeddings.router,
-        requests.router,
-        generate.router,
-        tokens.router,
-        ollama.router,
-        ollama_embeddings.router,
-        ollama_models.router,
-        ops.router,
-        warm.router,
-    ):
+    for router in _ROUTERS:
         app.include_router(router)
     if serves.sharing is not None:
         app.include_router(models.router)
@@ -150,9 +155,9 @@ def _add_middleware(app: FastAPI, config: Config, tenants: Tenants | None, state
 def _openapi(app: FastAPI, state: ServerState) -> dict[str, Any]:
     """Cached once the model is loaded. Several models have no vocabulary in common."""
     if app.openapi_schema is None:
-        server, several, llm = state.config.server, state.serves.sharing is not None, state.serves.default.llm
+        several, llm = state.serves.sharing is not None, state.serves.default.llm
         vocab_size = llm.shape.n_vocab if not several and llm is not None and llm.ready else None
-        schema = describe(app, server, vocab_size, with_key=server.needs_key, several=several)
+        schema = describe(app, REQUESTS, state.config.server, vocab_size)
         if not several and vocab_size is None:
             return schema
         app.openapi_schema = schema

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
@@ -13,7 +13,7 @@ from cllm.engine.tenant import Tenant
 from cllm.server.errors import ApiError
 from cllm.server.http.response import unless_gone
 from cllm.server.middleware import not_the_operator
-from cllm.server.schema.body import json_body
+from cllm.server.schema.body import JsonBody
 from cllm.server.schema.messages import ChatMessage
 from cllm.server.schema.replies import ErrorReply, error_responses
 from cllm.server.schema.validation import AtMost, RequestModel, Words, refusal
@@ -91,9 +91,7 @@ async def on_model_loaded(state: ServerState, served: ServedModel, llm: AsyncLLM
     response_model=WarmReply,
     responses=error_responses(ErrorReply, 400, 401, 403, 404, 408, 409, 413, 429, 500, 503),
 )
-async def warm_prefix(
-    body: Annotated[WarmRequest, Depends(json_body(WarmRequest))], request: Request, state: State
-) -> Response:
+async def warm_prefix(body: JsonBody[WarmRequest], request: Request, state: State) -> Response:
     """Compute the K/V of a prefix for later requests, and pin it."""
     tenant, ttl_s = _for_whom(body, request, state)
     model = await state.model(body.model, request)

@@ -7,9 +7,9 @@ import math
 import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 
 from cllm.generation import Completion
 from cllm.server.anthropic.replies import AnthropicModel, AnthropicModels
@@ -31,7 +31,7 @@ from cllm.server.openai.render import (
 )
 from cllm.server.openai.replies import ChatReply, CompletionReply, ModelCard, ModelList, ServedCard, ServedList
 from cllm.server.openai.schema import ChatRequest, CompletionRequest, OpenAIRequest
-from cllm.server.schema.body import json_body
+from cllm.server.schema.body import JsonBody
 from cllm.server.schema.messages import marks_in
 from cllm.server.schema.replies import ErrorReply, error_responses, event_stream
 from cllm.server.schema.structure import compiled
@@ -60,9 +60,7 @@ router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
 
 @router.post("/completions", response_model=CompletionReply, responses={**_ERRORS, **event_stream(_COMPLETION_STREAM)})
-async def completions(
-    body: Annotated[CompletionRequest, Depends(json_body(CompletionRequest))], request: Request, state: State
-) -> Response:
+async def completions(body: JsonBody[CompletionRequest], request: Request, state: State) -> Response:
     """Continue a prompt, or several."""
     model = await state.model(body.model, request, body.timeout)
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
@@ -104,9 +102,7 @@ async def completions(
 
 
 @router.post("/chat/completions", response_model=ChatReply, responses={**_ERRORS, **event_stream(_CHAT_STREAM)})
-async def chat_completions(
-    body: Annotated[ChatRequest, Depends(json_body(ChatRequest))], request: Request, state: State
-) -> Response:
+async def chat_completions(body: JsonBody[ChatRequest], request: Request, state: State) -> Response:
     """Answer the last message of a conversation."""
     chat = await open_chat(state, request, chat_input_of(body), "chatcmpl-")
     _log_user(body, chat.head.id)

@@ -6,9 +6,9 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 
 from cllm.errors import InvalidRequestError
 from cllm.server.errors import ApiError
@@ -23,7 +23,7 @@ from cllm.server.responses.replies import DeletedReply, InputItemsReply, InputTo
 from cllm.server.responses.schema import AllowedTools, ResponsesRequest, ResponseToolChoice
 from cllm.server.responses.store import Stored
 from cllm.server.responses.tools import ToolNames
-from cllm.server.schema.body import json_body
+from cllm.server.schema.body import JsonBody
 from cllm.server.schema.replies import ErrorReply, error_responses, event_stream
 from cllm.server.schema.tools import NamedTool, ToolChoice
 from cllm.server.schema.validation import shorten
@@ -42,9 +42,7 @@ router = APIRouter(prefix="/v1/responses", tags=["OpenAI"])
 
 
 @router.post("", response_model=ResponseReply, responses={**_ERRORS, **event_stream(_STREAM)})
-async def create(
-    body: Annotated[ResponsesRequest, Depends(json_body(ResponsesRequest))], request: Request, state: State
-) -> Response:
+async def create(body: JsonBody[ResponsesRequest], request: Request, state: State) -> Response:
     """Answer a text or a conversation, which may continue an earlier response."""
     conversation, size = await _read(state, request, body)
     with _as_input():
@@ -78,9 +76,7 @@ def _marked(body: ResponsesRequest, response: Response) -> Response:
 
 
 @router.post("/input_tokens", responses=_ERRORS)
-async def count_input(
-    body: Annotated[ResponsesRequest, Depends(json_body(ResponsesRequest))], request: Request, state: State
-) -> InputTokensReply:
+async def count_input(body: JsonBody[ResponsesRequest], request: Request, state: State) -> InputTokensReply:
     """Count the prompt tokens of a request for a response. Nothing is generated."""
     conversation, _ = await _read(state, request, body)
     with _as_input():
