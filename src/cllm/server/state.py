@@ -95,9 +95,11 @@ class ServerState:
     async def model(self, name: str | None, request: Request, timeout_s: float | None = None) -> ModelState:
         """The model that a request names. It stays loaded until the request is answered."""
         served, started = self.find(name), time.monotonic()
+        must_wait = not served.ready
         llm = await self.serves.acquire(served, timeout_s)
         request.scope["state"]["leases"].append(served)
-        request.state.waited_s = time.monotonic() - started
+        if must_wait:
+            request.state.waited_s = time.monotonic() - started
         return self.state_of(served, llm)
 
     def find(self, name: str | None) -> ServedModel:

@@ -18,7 +18,6 @@ from cllm.server.schema.validation import (
     A_STRING_OR_STRINGS,
     WHOLE,
     AtMost,
-    Hint,
     Int32,
     Int64,
     ModelName,
@@ -46,7 +45,7 @@ class Options(RequestModel):
             ]
         }
     )
-    hints: ClassVar[frozenset[str]] = frozenset({
+    hints = frozenset({
         "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "mirostat_eta", "mirostat_tau", "num_batch",
         "num_ctx", "num_gpu", "num_keep", "num_thread", "numa", "use_mlock", "use_mmap", "vocab_only",
     })  # fmt: skip
@@ -93,7 +92,7 @@ class NamesModel(RequestModel):
 
 
 class OllamaRequest(NamesModel):
-    hints: ClassVar[frozenset[str]] = frozenset({"keep_alive"})
+    hints = frozenset({"keep_alive"})
     unsupported: ClassVar[Unsupported] = {"truncate": (False,), "shift": (False,)}
 
     stream: bool | None = Field(None, description="Stream the answer as lines of JSON. Default true.")
@@ -149,19 +148,21 @@ class OllamaRequest(NamesModel):
 
 
 class _CalledFunction(RequestModel):
+    hints = frozenset({"index"})
+
     name: Annotated[Text, Field(max_length=256)]
     arguments: JsonObject = Field(default_factory=dict)
-    index: Hint = None
 
 
 class OllamaCall(RequestModel):
+    hints = frozenset({"type"})
+
     function: _CalledFunction
     id: Annotated[Text, Field(max_length=256)] | None = None
-    type: Hint = None
 
 
 class OllamaMessage(RequestModel):
-    hints: ClassVar[frozenset[str]] = frozenset({"name"})
+    hints = frozenset({"name"})
     unsupported: ClassVar[Unsupported] = {"images": ([],)}
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -257,7 +258,7 @@ class OllamaGenerateRequest(OllamaRequest):
 
 class OllamaEmbedRequest(NamesModel):
     model_config = ConfigDict(json_schema_extra={"example": {"model": "smollm2", "input": ["the cat", "the dog"]}})
-    hints: ClassVar[frozenset[str]] = frozenset({"keep_alive", "options"})
+    hints = frozenset({"keep_alive", "options"})
 
     input: Annotated[Text | Annotated[Texts, AtMost("max_inputs", "texts")], A_STRING_OR_STRINGS] | None = Field(
         None, description="A text or several. Empty: only load the model."
@@ -278,7 +279,7 @@ class OllamaEmbedRequest(NamesModel):
 
 class OllamaEmbeddingsRequest(NamesModel):
     model_config = ConfigDict(json_schema_extra={"example": {"model": "smollm2", "prompt": "the cat"}})
-    hints: ClassVar[frozenset[str]] = frozenset({"keep_alive", "options"})
+    hints = frozenset({"keep_alive", "options"})
 
     prompt: Text | None = Field(None, description="A text. Empty: only load the model.")
 
@@ -308,10 +309,10 @@ class _AboutModel(RequestModel):
 
 
 class ShowRequest(_AboutModel):
-    hints: ClassVar[frozenset[str]] = frozenset({"options", "system", "template", "verbose"})
+    hints = frozenset({"options", "system", "template", "verbose"})
 
 
 class PullRequest(_AboutModel):
-    hints: ClassVar[frozenset[str]] = frozenset({"insecure", "password", "username"})
+    hints = frozenset({"insecure", "password", "username"})
 
     stream: bool | None = Field(None, description="Answer in lines of JSON. Default true.")

@@ -91,7 +91,7 @@ class EmbeddingRequest(_Asked):
             "oneOf": [_only("input", "messages", _OF_CHATS), _only("messages", "input")],
         }
     )
-    hints: ClassVar[frozenset[str]] = frozenset({"metadata", "request_id"})
+    hints = frozenset({"metadata", "request_id"})
     unsupported: ClassVar[Unsupported] = {
         "add_special_tokens": (True,),
         "cache_salt": (),

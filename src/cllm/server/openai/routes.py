@@ -7,13 +7,13 @@ import math
 import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 
 from cllm.generation import Completion
 from cllm.server.anthropic.replies import AnthropicModel, AnthropicModels
-from cllm.server.http.response import EventStream, SlicedEventStream, SlicedJsonResponse, unless_gone
+from cllm.server.http.response import DeltaSource, EventStream, SlicedEventStream, SlicedJsonResponse, unless_gone
 from cllm.server.inference.chat import ChatInput, open_chat
 from cllm.server.inference.limits import check_count, check_logprobs
 from cllm.server.inference.pins import pins_of
@@ -23,8 +23,7 @@ from cllm.server.openai.logprobs import PromptReport, TokenForm
 from cllm.server.openai.render import (
     ChatEvents,
     CompletionEvents,
-    ScoredChatEvents,
-    ScoredCompletionEvents,
+    EventForm,
     chat_pieces,
     completion_pieces,
     usage_of,
@@ -88,12 +87,9 @@ async def completions(body: JsonBody[CompletionRequest], request: Request, state
     completions = _completions(request, model, body, prompts, params, head.id, pins, grammar, batch)
     report = PromptReport(completions, form, n, echoed=echoed, prompt_logprobs=body.prompt_logprobs)
     if body.stream:
-        usage, counts = body.include_usage, completions if body.continuous_usage else None
-        if params.prompt_logprobs is not None or form.lists_ids:
-            scored = ScoredCompletionEvents(head, form, report, include_usage=usage, echoes=echoes, counts=counts)
-            return SlicedEventStream(completions, scored, scored.progress if body.return_progress else None)
-        events = CompletionEvents(head, form, include_usage=usage, echoes=echoes, counts=counts)
-        return EventStream(completions, events, events.progress if body.return_progress else None)
+        counts = completions if body.continuous_usage else None
+        event_form = EventForm(head, form, report, body.include_usage, counts)
+        return _stream(body, completions, CompletionEvents(event_form, echoes))
     answers = _whole(len(prompts) * best_of, with_logprobs=logprobs is not None)
     whole = await unless_gone(request.receive, collect(completions, answers))
     if best_of > n:
@@ -109,15 +105,16 @@ async def chat_completions(body: JsonBody[ChatRequest], request: Request, state:
     form, echo = _token_form(body, chat.model), body.echoed
     report = PromptReport(chat, form, body.n or 1, prompt_logprobs=body.prompt_logprobs)
     if body.stream:
-        usage, counts = body.include_usage, chat if body.continuous_usage else None
-        if body.prompt_logprobs is not None or form.lists_ids:
-            scored = ScoredChatEvents(chat.head, form, report, include_usage=usage, echo=echo, counts=counts)
-            return SlicedEventStream(chat, scored, scored.progress if body.return_progress else None)
-        events = ChatEvents(chat.head, form, include_usage=usage, echo=echo, counts=counts)
-        return EventStream(chat, events, events.progress if body.return_progress else None)
+        counts = chat if body.continuous_usage else None
+        return _stream(body, chat, ChatEvents(EventForm(chat.head, form, report, body.include_usage, counts), echo))
     answers = _whole(body.n or 1, with_logprobs=bool(body.logprobs))
     whole = await unless_gone(request.receive, collect(chat, answers))
     return SlicedJsonResponse(chat_pieces(chat.head, whole, usage_of(chat), form, echo, report))
+
+
+def _stream(body: OpenAIRequest, source: DeltaSource[Any], events: CompletionEvents | ChatEvents) -> EventStream:
+    kind = EventStream if events.report.is_empty else SlicedEventStream
+    return kind(source, events, events.progress if body.return_progress else None)
 
 
 @router.get("/models", responses=error_responses(ErrorReply, 401))

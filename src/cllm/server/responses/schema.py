@@ -21,7 +21,6 @@ from cllm.server.schema.validation import (
     END_USER,
     WHOLE,
     AtMost,
-    Hint,
     ModelName,
     MustBe,
     RequestModel,
@@ -51,12 +50,10 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class ItemText(RequestModel):
+    hints = frozenset({"annotations", "logprobs", "parsed", "prompt_cache_breakpoint"})
+
     type: Literal["input_text", "output_text", "text"]
     text: Text
-    annotations: Hint = None
-    logprobs: Hint = None
-    parsed: Hint = None
-    prompt_cache_breakpoint: Hint = None
 
 
 class ItemRefusal(RequestModel):
@@ -81,14 +78,13 @@ TextOrParts = Annotated[Text | Parts, MustBe("a string or a list of content part
 
 
 class MessageItem(RequestModel):
+    hints = frozenset({"id", "phase", "status"})
+
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"] = Field(
         description="`developer` is another word for `system`."
     )
     content: TextOrParts
-    id: Hint = None
-    status: Hint = None
-    phase: Hint = None
 
     @property
     def plain_text(self) -> str:
@@ -96,17 +92,13 @@ class MessageItem(RequestModel):
 
 
 class FunctionCall(RequestModel):
-    hints: ClassVar[frozenset[str]] = frozenset({"async"})
+    hints = frozenset({"async", "caller", "id", "parsed_arguments", "status"})
 
     type: Literal["function_call"]
     call_id: CallId
     name: CallId
     arguments: Text
     namespace: CallId | None = None
-    id: Hint = None
-    status: Hint = None
-    caller: Hint = None
-    parsed_arguments: Hint = None
 
     @property
     def called(self) -> CalledTool:
@@ -114,14 +106,13 @@ class FunctionCall(RequestModel):
 
 
 class CustomCall(RequestModel):
+    hints = frozenset({"caller", "id", "status"})
+
     type: Literal["custom_tool_call"]
     call_id: CallId
     name: CallId
     input: Text
     namespace: CallId | None = None
-    id: Hint = None
-    status: Hint = None
-    caller: Hint = None
 
     @property
     def called(self) -> CalledTool:
@@ -133,14 +124,11 @@ class CustomCall(RequestModel):
 
 
 class FunctionOutput(RequestModel):
+    hints = frozenset({"caller", "id", "name", "namespace", "status"})
+
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: CallId
     output: TextOrParts
-    id: Hint = None
-    name: Hint = None
-    namespace: Hint = None
-    caller: Hint = None
-    status: Hint = None
 
     @property
     def plain_text(self) -> str:
@@ -155,12 +143,11 @@ class ReasoningText(RequestModel):
 class ReasoningItem(RequestModel):
     """Its text, or else its summary, goes to the chat template; encrypted content is left out."""
 
+    hints = frozenset({"encrypted_content", "id", "status"})
+
     type: Literal["reasoning"]
     summary: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
     content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
-    id: Hint = None
-    encrypted_content: Hint = None
-    status: Hint = None
 
     @property
     def plain_text(self) -> str | None:
@@ -244,22 +231,20 @@ class TextFields(RequestModel):
 
 
 class ReasoningFields(RequestModel):
+    hints = frozenset({"context", "generate_summary", "summary"})
     unsupported: ClassVar[Unsupported] = {"mode": ("standard",)}
 
     effort: Annotated[Text, Field(max_length=32)] | None = Field(
         None, description="Given to the chat template as reasoning_effort."
     )
-    summary: Hint = None
-    generate_summary: Hint = None
-    context: Hint = None
 
 
 class ResponseStreamOptions(RequestModel):
-    include_obfuscation: Hint = None
+    hints = frozenset({"include_obfuscation"})
 
 
 class PromptCacheOptions(RequestModel):
-    hints: ClassVar[frozenset[str]] = frozenset({"comparison_response_id", "mode", "ttl"})
+    hints = frozenset({"comparison_response_id", "mode", "ttl"})
     unsupported: ClassVar[Unsupported] = {"prewarm": (False,)}  # with true, nothing is generated
 
 
@@ -280,6 +265,10 @@ class ResponsesRequest(SamplingFields):
     model_config = ConfigDict(
         json_schema_extra={"example": {"input": "What is the capital of France?", "max_output_tokens": 64}}
     )
+    hints = frozenset({
+        "access_programs", "client_metadata", "image", "max_tool_calls", "prompt_cache_key", "prompt_cache_retention",
+        "service_tier",
+    })  # fmt: skip
     unsupported: ClassVar[Unsupported] = {
         "background": (False,),
         "conversation": (),
@@ -329,14 +318,7 @@ class ResponsesRequest(SamplingFields):
     return_progress: bool | None = RETURN_PROGRESS
     user: UserName | None = Field(None, description=END_USER)
     safety_identifier: UserName | None = Field(None, description="The new name of user.")
-    access_programs: Hint = None
-    client_metadata: Hint = None
-    image: Hint = None
-    max_tool_calls: Hint = None
-    service_tier: Hint = None
-    prompt_cache_key: Hint = None
     prompt_cache_options: PromptCacheOptions | None = None
-    prompt_cache_retention: Hint = None
 
     _names: ToolNames = PrivateAttr()
     _tools: list[Tool] = PrivateAttr()

@@ -45,7 +45,7 @@ Mark = tuple[list[dict[str, Any]], CacheControl]
 
 
 class TextPart(RequestModel):
-    hints: ClassVar[frozenset[str]] = frozenset({"prompt_cache_breakpoint"})
+    hints = frozenset({"prompt_cache_breakpoint"})
 
     type: Literal["text"]
     text: Text
@@ -67,7 +67,7 @@ TextParts = Annotated[list[TextPart], Field(fail_fast=True)]
 
 
 class ChatMessage(RequestModel):
-    hints: ClassVar[frozenset[str]] = frozenset({"provider_specific_fields", "type"})  # litellm's, lm-eval's
+    hints = frozenset({"provider_specific_fields", "type"})  # litellm's, lm-eval's
     unsupported: ClassVar[Unsupported] = {"function_call": (), "refusal": (), "audio": (), "annotations": ([],)}
 
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(

@@ -27,7 +27,7 @@ Choices = Annotated[list[Words], Field(fail_fast=True, min_length=1)]
 class StructuredOutputs(RequestModel):
     """vLLM's parameter: exactly one of these."""
 
-    hints: ClassVar[frozenset[str]] = frozenset({"disable_any_whitespace", "disable_fallback", "backend"})
+    hints = frozenset({"disable_any_whitespace", "disable_fallback", "backend"})
     unsupported: ClassVar[Unsupported] = {"disable_additional_properties": (False,), "whitespace_pattern": ()}
 
     json_: JsonSchema | None = Field(None, alias="json")  # pydantic has a method of that name
