@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, PrivateAttr, Tag, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
@@ -223,9 +224,6 @@ class MessagesInput(SamplingFields):
     output_format: JsonFormat | None = Field(None, description="The old name of output_config.format.")
     context_management: ContextManagement | None = None
 
-    _conversation: Conversation = PrivateAttr()
-    _tools: list[Tool] = PrivateAttr()
-
     def contradictions(self) -> Iterator[PydanticCustomError]:
         yield from super().contradictions()
         names = [tool.name for tool in self.tools or ()]
@@ -237,20 +235,16 @@ class MessagesInput(SamplingFields):
             yield refusal("tool_choice", "is only allowed together with tools")
         if self.output_format is not None and self.output_config is not None and self.output_config.format is not None:
             yield refusal("output_format", "is the old name of output_config.format; send one of them")
-        yield from raised_by(self._convert)
+        # Here, because bodies are validated where that does not block others.
+        yield from raised_by(lambda: (self.conversation, self.chat_tools))
 
-    def _convert(self) -> None:
-        """Here, because bodies are validated where that does not block others."""
-        self._conversation = Conversation.of(self)
-        self._tools = [tool.plain() for tool in self.tools or ()]
-
-    @property
+    @cached_property
     def conversation(self) -> Conversation:
-        return self._conversation
+        return Conversation.of(self)
 
-    @property
+    @cached_property
     def chat_tools(self) -> list[Tool]:
-        return self._tools
+        return [tool.plain() for tool in self.tools or ()]
 
     def _of_this_api(self) -> Structure | None:
         if self.output_format is not None:

@@ -22,7 +22,7 @@ from cllm.server.openai.routes import chat_input_of
 from cllm.server.openai.schema import ChatRequest
 from cllm.server.responses.replies import InputTokensReply
 from cllm.server.schema.body import JsonBody
-from cllm.server.schema.messages import ChatMessage
+from cllm.server.schema.messages import Messages
 from cllm.server.schema.replies import ErrorReply, error_responses
 from cllm.server.schema.tools import Tools
 from cllm.server.schema.validation import AtMost, ModelName, RequestModel, Text, TokenIds, Unsupported, refusal
@@ -66,9 +66,7 @@ class TokenizeRequest(RequestModel):
     model: ModelName | None = Field(None, description="A name from GET /v1/models. Default: the one served.")
     prompt: Text | None = Field(None, description="A text as POST /v1/completions takes it: special tokens by name.")
     content: Text | None = Field(None, description="The same in llama-server's words, without BOS.")
-    messages: (
-        Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1), AtMost("max_messages", "messages")] | None
-    ) = Field(None, description="A chat as POST /v1/chat/completions takes it.")
+    messages: Messages | None = Field(None, description="A chat as POST /v1/chat/completions takes it.")
     add_special_tokens: bool | None = Field(
         None, description="Begin `prompt` with BOS, if the model does. Default true."
     )

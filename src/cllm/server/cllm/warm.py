@@ -14,9 +14,9 @@ from cllm.server.errors import ApiError
 from cllm.server.http.response import unless_gone
 from cllm.server.middleware import not_the_operator
 from cllm.server.schema.body import JsonBody
-from cllm.server.schema.messages import ChatMessage
+from cllm.server.schema.messages import Messages
 from cllm.server.schema.replies import ErrorReply, error_responses
-from cllm.server.schema.validation import AtMost, RequestModel, Words, refusal
+from cllm.server.schema.validation import RequestModel, Words, refusal
 from cllm.server.state import ServerState, State, is_operator, tenant_of
 
 if TYPE_CHECKING:
@@ -42,9 +42,7 @@ class WarmRequest(RequestModel):
 
     model: str | None = Field(None, description="If there are several; default: the first.")
     prompt: Words | None = Field(None, description="The beginning of prompts.")
-    messages: (
-        Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1), AtMost("max_messages", "messages")] | None
-    ) = Field(None, description="The first messages of chats, instead of a prompt.")
+    messages: Messages | None = Field(None, description="The first messages of chats, instead of a prompt.")
     pin: bool = Field(True, description="Protect it from eviction.")
     ttl_s: Annotated[float, Field(gt=0)] | None = Field(
         None,

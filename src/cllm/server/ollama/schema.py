@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from cllm.dialect.tools import Tool
@@ -108,20 +109,16 @@ class OllamaRequest(NamesModel):
         None, description="Also report this many of the likeliest tokens."
     )
 
-    _structure: Structure | None = PrivateAttr(None)
-
     def contradictions(self) -> Iterator[PydanticCustomError]:
+        _ = self.structure  # here, because bodies are validated where that does not block others
         if self.top_logprobs and not self.logprobs:
             yield refusal("top_logprobs", "is only allowed together with logprobs = true")
 
-    @model_validator(mode="after")
-    def _read_format(self) -> OllamaRequest:
-        """Here, because bodies are validated where that does not block others."""
+    @cached_property
+    def structure(self) -> Structure | None:
         if isinstance(self.format, dict):
-            self._structure = Structure("json_schema", as_json(self.format), "format")
-        elif self.format:
-            self._structure = Structure("json", "", "format")
-        return self
+            return Structure("json_schema", as_json(self.format), "format")
+        return Structure("json", "", "format") if self.format else None
 
     @property
     def template_arguments(self) -> dict[str, Any]:
@@ -141,7 +138,7 @@ class OllamaRequest(NamesModel):
         stop = options.stop
         return SamplingParams.with_model_defaults(
             **given,
-            structured=self._structure,
+            structured=self.structure,
             max_tokens=None if most is None or most < 0 else most,
             stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
         )
@@ -203,29 +200,25 @@ class OllamaChatRequest(OllamaRequest):
     )
     tools: Tools | None = Field(None, description="Tools that the model may call.")
 
-    _tools: list[Tool] = PrivateAttr()
-    _conversation: list[dict[str, Any]] = PrivateAttr()
-
     @model_validator(mode="after")
     def _consistent(self) -> OllamaChatRequest:
-        """Also converts tools and messages: bodies are validated where that does not block others."""
         check_tools(self.tools, None)
-        self._tools = allowed_of(self.tools, None)
-        self._conversation = conversation_of(self.messages or ())
+        # Here, because bodies are validated where that does not block others.
+        _ = self.chat_tools, self.conversation
         return self
 
-    @property
+    @cached_property
     def chat_tools(self) -> list[Tool]:
-        return self._tools
+        return allowed_of(self.tools, None)
 
-    @property
+    @cached_property
     def conversation(self) -> list[dict[str, Any]]:
-        return self._conversation
+        return conversation_of(self.messages or ())
 
     @property
     def continues(self) -> bool:
         """Whether the answer continues the last message."""
-        last = self._conversation[-1]
+        last = self.conversation[-1]
         return last["role"] == "assistant" and "tool_calls" not in last
 
 

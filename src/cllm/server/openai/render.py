@@ -64,7 +64,9 @@ def chat_pieces(
         yield f'{start}{{"index":{index},"message":{{"role":"assistant","content":'
         has_text = echo or answer.text or not answer.tool_calls
         yield from text_pieces(echo, answer.text) if has_text else ("null",)
-        yield from _reasoning_pieces(answer)
+        if answer.reasoning:
+            yield ',"reasoning_content":'
+            yield from text_pieces(answer.reasoning)
         yield from _call_pieces(answer)
         yield ',"refusal":null},"logprobs":'
         yield from logprobs.pieces(answer.logprobs) if answer.logprobs is not None else ("null",)
@@ -75,12 +77,6 @@ def chat_pieces(
     yield f'],"usage":{usage.model_dump_json()}'
     yield from report.fields(0)
     yield "}"
-
-
-def _reasoning_pieces(answer: Completion) -> Iterator[str]:
-    if answer.reasoning:
-        yield ',"reasoning_content":'
-        yield from text_pieces(answer.reasoning)
 
 
 def _call_pieces(answer: Completion) -> Iterator[str]:
@@ -184,13 +180,10 @@ class CompletionEvents(_OpenAIEvents):
     def event(self, delta: Delta) -> str:
         self._count(delta)
         echo = self._echoes.pop(delta.index, "") if self._echoes else ""
-        logprobs = "null" if delta.logprobs is None else self._written(delta.index, delta.logprobs)
+        logprobs = "null" if delta.logprobs is None else "".join(self._logprob_pieces(delta.index, delta.logprobs))
         text = json.dumps(delta.text)
         rest = self._rest(logprobs, delta.finish_reason, delta.stop_reason)
         return f'{self._start}{{"index":{delta.index},"text":"{echo}{text[1:]}{rest}'
-
-    def _written(self, index: int, entries: Sequence[TokenLogprob]) -> str:
-        return "".join(self._logprob_pieces(index, entries))
 
     def _logprob_pieces(self, index: int, entries: Sequence[TokenLogprob]) -> Iterator[str]:
         self._offsets[index] = yield from self._logprobs.pieces(entries, self._offsets.get(index, 0))

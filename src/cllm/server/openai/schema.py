@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from cllm.engine.params import MAX_LOGPROBS
 from cllm.server.inference.truncation import Truncation
-from cllm.server.schema.messages import MOST_MARKS, ChatMessage, check_calls, count_marks
+from cllm.server.schema.messages import MOST_MARKS, Messages, check_calls, count_marks, effort_arguments
 from cllm.server.schema.sampling import RETURN_PROGRESS, SamplingFields, in_range
 from cllm.server.schema.tools import Choice, Tools, check_tools
 from cllm.server.schema.validation import (
@@ -216,9 +216,7 @@ class ChatRequest(OpenAIRequest):
         "function_call": "tool_choice",
     }
 
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1), AtMost("max_messages", "messages")] = (
-        Field(examples=[[{"role": "user", "content": "What is the capital of France?"}]])
-    )
+    messages: Messages = Field(examples=[[{"role": "user", "content": "What is the capital of France?"}]])
     max_tokens: Annotated[Int32, in_range("max_tokens")] | None = Field(
         None, description="The old name of max_completion_tokens."
     )
@@ -291,12 +289,7 @@ class ChatRequest(OpenAIRequest):
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        arguments = dict(self.chat_template_kwargs or {})
-        if self.reasoning_effort is not None:
-            arguments.setdefault("reasoning_effort", self.reasoning_effort)
-        if self.reasoning_effort == "none":
-            arguments.setdefault("enable_thinking", False)
-        return arguments
+        return {**effort_arguments(self.reasoning_effort), **(self.chat_template_kwargs or {})}
 
     @property
     def separates_reasoning(self) -> bool | None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from typing import Annotated, Any, ClassVar, Literal
+from functools import cached_property
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, PrivateAttr, Tag, model_validator
+from pydantic import ConfigDict, Field, Tag
 from pydantic_core import PydanticCustomError
 from typing_extensions import NotRequired, TypedDict
 
@@ -320,48 +320,44 @@ class ResponsesRequest(SamplingFields):
     safety_identifier: UserName | None = Field(None, description="The new name of user.")
     prompt_cache_options: PromptCacheOptions | None = None
 
-    _names: ToolNames = PrivateAttr()
-    _tools: list[Tool] = PrivateAttr()
-    _echo: str = PrivateAttr()
-
     def contradictions(self) -> Iterator[PydanticCustomError]:
         yield from super().contradictions()
         yield from raised_by(self._check_tools)
+        _ = self.echo  # here, because bodies are validated where that does not block others
         if self.input == "":
             yield refusal("input", "is empty")
 
-    @model_validator(mode="after")
-    def _convert(self) -> ResponsesRequest:
-        """Here, because bodies are validated where that does not block others."""
-        with suppress(PydanticCustomError):  # which `contradictions` reports
-            self._names = ToolNames(self.tools or ())
-            choice = self.tool_choice
-            allowed = (
-                {self._names.find(tool.name) for tool in choice.tools} if isinstance(choice, AllowedTools) else None
-            )
-            self._tools = [tool for name, tool in self._names.tools.items() if allowed is None or name in allowed]
-        self._echo = as_json(self._echoed())[1:-1]
-        return self
-
     def _check_tools(self) -> None:
-        names, choice = ToolNames(self.tools or ()), self.tool_choice
-        if choice == "required" and not names.tools:
+        if self.tool_choice == "required" and not self.tool_names.tools:
             raise refusal("tool_choice", "is only allowed together with tools")
-        chosen = (
-            [choice]
-            if isinstance(choice, ResponseToolChoice)
-            else choice.tools
-            if isinstance(choice, AllowedTools)
-            else []
-        )
-        for tool in chosen:
-            if names.find(tool.name) is None:
+        for tool in self._chosen:
+            if self.tool_names.find(tool.name) is None:
                 raise refusal("tool_choice", f"names {shorten(repr(tool.name))}, which is not among the tools")
+        _ = self.chat_tools
 
-    def _echoed(self) -> dict[str, Any]:
-        """The fields of the request that its response repeats."""
+    @property
+    def _chosen(self) -> list[ResponseToolChoice]:
+        if isinstance(self.tool_choice, AllowedTools):
+            return self.tool_choice.tools
+        return [self.tool_choice] if isinstance(self.tool_choice, ResponseToolChoice) else []
+
+    @cached_property
+    def tool_names(self) -> ToolNames:
+        return ToolNames(self.tools or ())
+
+    @cached_property
+    def chat_tools(self) -> list[Tool]:
+        tools = self.tool_names.tools
+        if not isinstance(self.tool_choice, AllowedTools):
+            return [*tools.values()]
+        allowed = {self.tool_names.find(tool.name) for tool in self._chosen}
+        return [tool for name, tool in tools.items() if name in allowed]
+
+    @cached_property
+    def echo(self) -> str:
+        """The members of a JSON object that the response repeats of its request."""
         given = self.model_dump(mode="json", by_alias=True, include={"tools", "tool_choice", "text", "reasoning"})
-        return {
+        echoed = {
             "background": False,
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
@@ -380,22 +376,10 @@ class ResponsesRequest(SamplingFields):
             "truncation": "disabled",
             "user": self.user,
         }
-
-    @property
-    def tool_names(self) -> ToolNames:
-        return self._names
-
-    @property
-    def chat_tools(self) -> list[Tool]:
-        return self._tools
+        return as_json(echoed)[1:-1]
 
     def _of_this_api(self) -> Structure | None:
         return None if self.text is None else self.text.structure()
-
-    @property
-    def echo(self) -> str:
-        """Members of a JSON object."""
-        return self._echo
 
     @property
     def end_user(self) -> str | None:
