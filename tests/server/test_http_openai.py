@@ -468,7 +468,7 @@ async def test_a_client_that_leaves_stops_its_generations(path: str, body: dict[
 
 
 async def test_leaving_a_stream_half_read_stops_its_generation(client: AsyncOpenAI, app: TrackedApp) -> None:
-    llm: ScriptedLLM = app.app.state.cllm.serves
+    llm: ScriptedLLM = app.app.state.cllm.serves.default.llm
     llm.hold(2)
     stream = await client.completions.create(model="tiny", prompt="hi", stream=True)
     async for event in stream:

@@ -361,7 +361,7 @@ async def test_the_engines_counts_arrive_and_the_log_has_the_name(
     caplog.set_level(logging.INFO, "cllm")
     async with running(path, layout) as client:
         app: Any = client._transport.app  # type: ignore[attr-defined]
-        app.state.cllm.serves.observers.append(RequestLog())
+        app.state.cllm.serves.default.observers.append(RequestLog())
         for _ in range(2):
             await client.post("/v1/completions", json=PATHS["/v1/completions"], headers=bearer(keys["bob"]))
         text = (await client.get("/metrics")).text

@@ -13,7 +13,7 @@ from cllm.cluster.http_listener import HttpListener
 from cllm.cluster.models import cluster_models
 from cllm.cluster.overview import Seen, seen_model
 from cllm.cluster.remote_llm import RemoteLLM
-from cllm.cluster.remote_models import RemoteModels
+from cllm.cluster.remote_models import remote_models
 from cllm.config import Config
 from cllm.loading.open_model import ModelShare
 from cllm.loading.text_work import PRELOADED
@@ -68,14 +68,15 @@ class Ingress:
         models = cluster_models(config)
         workers = Workers(config.work, PRELOADED)
         workers.open()
-        share = ModelShare(workers=workers) if config.models else None
+        share = ModelShare(workers=workers)
         llms = [
             RemoteLLM(model.config, handle, deployment=model.deployment, version=model.version, share=share)
             for model, handle in zip(models, replicas, strict=True)
         ]
         await asyncio.gather(*(llm.start() for llm in llms))
         self._llms = dict(zip((model.deployment for model in models), llms, strict=True))
-        self._serves = RemoteModels(config, llms) if config.models else llms[0]
+        self._workers = workers
+        self._serves = remote_models(config, llms)
         for llm in llms:
             llm.observers.append(RequestLog(llm.model_name if config.models else None))
         app = create_app(self._serves, config, servers=config.cluster.ingresses)
@@ -92,10 +93,8 @@ class Ingress:
     async def seen(self) -> Seen:
         """For `cllm cluster status`."""
         await self._serves.refresh()
-        serves = self._serves
-        names = [each.name for each in serves.models] if isinstance(serves, RemoteModels) else [None]
-        found = zip(names, self._llms.items(), strict=True)
-        return Seen(self._url, {deployment: seen_model(llm, name) for name, (deployment, llm) in found})
+        found = zip(self._serves.models, self._llms.items(), strict=True)
+        return Seen(self._url, {deployment: seen_model(llm, served.name) for served, (deployment, llm) in found})
 
     async def __del__(self) -> None:
         """Ray Serve kills it `drain_s` after this began."""
@@ -103,6 +102,7 @@ class Ingress:
             self._listener.stop_accepting()
         await self._until_idle()
         await self._serves.shutdown()  # ends what is left with an error
+        self._workers.close()
         if self._listener is not None:
             await self._listener.close()
         await self._state.close()

@@ -37,11 +37,10 @@ class Seen(NamedTuple):
     """By deployment."""
 
 
-def seen_model(llm: RemoteLLM, name: str | None = None) -> SeenModel:
-    """`name`: what one of several models is called."""
+def seen_model(llm: RemoteLLM, name: str) -> SeenModel:
     reports = {peer.name: peer.report for peer in llm.peers}
     replicas = {id: seen_replica(report.snapshot) for id, report in reports.items() if report is not None}
-    return SeenModel(name or llm.config.model.alias or llm.facts.name, llm.facts.traits.name, replicas)
+    return SeenModel(name, llm.facts.traits.name, replicas)
 
 
 def seen_replica(snapshot: EngineSnapshot) -> SeenReplica:

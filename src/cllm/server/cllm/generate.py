@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 
 from cllm.generation import Completion
 from cllm.server.cllm.benchmark import run_benchmark
@@ -37,7 +37,7 @@ from cllm.server.http.response import (
 )
 from cllm.server.inference.pins import pins_of
 from cllm.server.inference.streams import CompletionStream, collect
-from cllm.server.schema.body import json_body
+from cllm.server.schema.body import JsonBody
 from cllm.server.schema.replies import error_responses, event_stream
 from cllm.server.schema.structure import compiled
 from cllm.server.state import ServerState, State, session_of, tenant_of, time_left
@@ -50,8 +50,6 @@ _ERRORS = error_responses(FailureReply, 400, 401, 404, 408, 413, 429, 500, 503)
 _STREAM = 'data: {"id":"gen-1","token":[318],"text":" is","done":false}'
 
 router = APIRouter(tags=["cLLM"])
-
-_GenerateBody = Annotated[GenerateRequest, Depends(json_body(GenerateRequest))]
 
 
 class _Run:
@@ -98,7 +96,7 @@ class _GenerateEvents:
 
 
 @router.post("/generate", response_model=GenerateReply, responses=_ERRORS)
-async def generate(body: _GenerateBody, request: Request, state: State) -> Response:
+async def generate(body: JsonBody[GenerateRequest], request: Request, state: State) -> Response:
     """Continue a prompt."""
     run, completions = await _prepare(body, request, state)
 
@@ -108,7 +106,7 @@ async def generate(body: _GenerateBody, request: Request, state: State) -> Respo
 
 
 @router.post("/generate_stream", response_class=Response, responses={**_ERRORS, **event_stream(_STREAM)})
-async def generate_stream(body: _GenerateBody, request: Request, state: State) -> Response:
+async def generate_stream(body: JsonBody[GenerateRequest], request: Request, state: State) -> Response:
     """Continue a prompt as server-sent events: `token` holds the new token ids, `text` the new text."""
     run, completions = await _prepare(body, request, state)
     events = _GenerateEvents(run)
@@ -118,9 +116,7 @@ async def generate_stream(body: _GenerateBody, request: Request, state: State) -
 @router.post(
     "/encode", response_model=EncodeReply, responses=error_responses(FailureReply, 400, 401, 404, 413, 500, 503)
 )
-async def encode(
-    body: Annotated[EncodeRequest, Depends(json_body(EncodeRequest))], request: Request, state: State
-) -> Response:
+async def encode(body: JsonBody[EncodeRequest], request: Request, state: State) -> Response:
     """The tokens of a text."""
     model = await state.model(body.model, request)
     most = state.config.server.max_encode_tokens
@@ -129,9 +125,7 @@ async def encode(
 
 
 @router.post("/benchmark", response_model=BenchmarkReply, responses={**_ERRORS, **error_responses(FailureReply, 403)})
-async def benchmark(
-    body: Annotated[BenchmarkRequest, Depends(json_body(BenchmarkRequest))], request: Request, state: State
-) -> Response:
+async def benchmark(body: JsonBody[BenchmarkRequest], request: Request, state: State) -> Response:
     """Run a small benchmark on this server, one at a time."""
     model = await state.model(body.model, request)
     if state.benchmark_running:

@@ -6,19 +6,19 @@ import asyncio
 from datetime import datetime, timezone
 from functools import lru_cache
 from hashlib import sha256
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 
 from cllm import __version__
 from cllm.errors import ModelError
 from cllm.loading.weights_id import weights_id
 from cllm.server.http.response import as_json
-from cllm.server.ollama.body import ollama_body
 from cllm.server.ollama.render import LineStream
 from cllm.server.ollama.replies import OllamaError
 from cllm.server.ollama.schema import PullRequest, ShowRequest
+from cllm.server.schema.body import OllamaBody
 from cllm.server.schema.replies import error_responses
 from cllm.server.state import ServerState, State
 
@@ -36,11 +36,7 @@ _NEVER = "2318-01-01T00:00:00Z"
 async def tags(state: State) -> dict[str, Any]:
     """The available models."""
     loaded = dict(state.running())
-    if state.several is not None:
-        files = {served.name: served.estimate.files for served in state.several.models}
-    else:
-        assert state.one is not None
-        files = {state.one.served_name: None}
+    files = {served.name: served.estimate.files for served in state.serves.models}
     listed = [await _listed(name, loaded.get(name), of_it) for name, of_it in files.items()]
     return {"models": [{**each, "modified_at": _started(state)} for each in listed]}
 
@@ -57,7 +53,7 @@ async def running(state: State) -> dict[str, Any]:
 
 
 @router.post("/show", responses=error_responses(OllamaError, 400, 401, 404, 409, 413))
-async def show(body: Annotated[ShowRequest, Depends(ollama_body(ShowRequest))], state: State) -> dict[str, Any]:
+async def show(body: OllamaBody[ShowRequest], state: State) -> dict[str, Any]:
     """A model's properties."""
     llm = state.loaded(body.shown).llm
     shape = llm.shape
@@ -77,9 +73,9 @@ async def show(body: Annotated[ShowRequest, Depends(ollama_body(ShowRequest))], 
 
 
 @router.post("/pull", response_class=Response, responses=error_responses(OllamaError, 400, 401, 404, 413))
-async def pull(body: Annotated[PullRequest, Depends(ollama_body(PullRequest))], state: State) -> Response:
+async def pull(body: OllamaBody[PullRequest], state: State) -> Response:
     """Nothing to do for a model that is served. Others are not downloaded."""
-    state.check_name(body.shown)
+    state.find(body.shown)
     if body.stream is False:
         return JSONResponse({"status": "success"})
     lines = "".join(as_json({"status": status}) + "\n" for status in ("pulling manifest", "success"))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from cllm.errors import InvalidRequestError
@@ -14,10 +14,10 @@ from cllm.server.http.response import SlicedJsonResponse, unless_gone
 from cllm.server.inference.chat import ChatInput, open_chat
 from cllm.server.inference.limits import check_params
 from cllm.server.inference.streams import ChatStream, CompletionStream, Head, collect
-from cllm.server.ollama.body import ollama_body
 from cllm.server.ollama.render import Lines, LineStream, now
 from cllm.server.ollama.replies import OllamaError
 from cllm.server.ollama.schema import OllamaChatRequest, OllamaGenerateRequest, OllamaRequest
+from cllm.server.schema.body import OllamaBody
 from cllm.server.schema.replies import error_responses
 from cllm.server.schema.structure import compiled
 from cllm.server.state import ServerState, State, session_of, tenant_of
@@ -31,9 +31,7 @@ _ANSWER: dict[int | str, dict[str, Any]] = {
 
 
 @router.post("/chat", response_class=Response, responses=_ANSWER)
-async def chat(
-    body: Annotated[OllamaChatRequest, Depends(ollama_body(OllamaChatRequest))], request: Request, state: State
-) -> Response:
+async def chat(body: OllamaBody[OllamaChatRequest], request: Request, state: State) -> Response:
     """Answer the last message of a conversation, or continue it if it is the assistant's."""
     if not body.conversation:
         return await _load(body, request, state, {"message": {"role": "assistant", "content": ""}})
@@ -42,9 +40,7 @@ async def chat(
 
 
 @router.post("/generate", response_class=Response, responses=_ANSWER)
-async def generate(
-    body: Annotated[OllamaGenerateRequest, Depends(ollama_body(OllamaGenerateRequest))], request: Request, state: State
-) -> Response:
+async def generate(body: OllamaBody[OllamaGenerateRequest], request: Request, state: State) -> Response:
     """Answer a prompt, or continue it."""
     if not body.prompt and not body.suffix:
         return await _load(body, request, state, {"response": ""})
