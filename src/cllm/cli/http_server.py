@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import uvicorn
 
-from cllm.cli.memory import explain_bus_errors
+from cllm.cli.out_of_memory import explain_bus_errors
 from cllm.config import Config
 from cllm.llm import AsyncLLM
 from cllm.machine.garbage import keep_loaded_objects

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cllm.dialect.calls import State, Tools
+from cllm.dialect.calls import CallState, Tools
 from cllm.dialect.reasoning import Marks, held_back
 
 if TYPE_CHECKING:
@@ -115,8 +115,8 @@ class CallRuns:
     def _fits_call(self, attempt: Attempt, char: str) -> bool:
         state = attempt.feed(char)
         attempt.arguments.clear()
-        if state is not State.DONE:
-            return state is State.OPEN
+        if state is not CallState.DONE:
+            return state is CallState.OPEN
         self._attempt, self._expected = None, self._marks.end
         return attempt.took_last or self._fits_between(char)
 

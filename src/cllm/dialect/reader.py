@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
-from cllm.dialect.calls import State, Tools
+from cllm.dialect.calls import CallState, Tools
 from cllm.dialect.deltas import ChatDelta, Delta, ReasoningDelta, ToolCallDelta, ToolCallStart
 from cllm.dialect.reasoning import ReasoningReader
 
@@ -34,7 +34,7 @@ class Attempt(Protocol):
     def took_last(self) -> bool: ...
     @property
     def complete(self) -> bool: ...
-    def feed(self, char: str) -> State: ...
+    def feed(self, char: str) -> CallState: ...
 
 
 class CallSyntax(Protocol):
@@ -266,19 +266,19 @@ class AnswerReader:
         assert attempt is not None
         for position, char in enumerate(text):
             state = attempt.feed(char)
-            if state is State.OPEN and attempt.name is None:
+            if state is CallState.OPEN and attempt.name is None:
                 self._seen += char
                 continue
             if attempt.name is not None:
                 self._announce(attempt)
-            if state is State.OPEN:
+            if state is CallState.OPEN:
                 continue
             rest = text[position + attempt.took_last :]
-            if state is State.FAILED:
+            if state is CallState.FAILED:
                 self._give_up(text[position : position + attempt.took_last])
                 return rest
             self._pass_on(attempt)
-            self._close_call(broken=state is State.BROKEN)
+            self._close_call(broken=state is CallState.BROKEN)
             return rest
         self._pass_on(attempt)
         return ""

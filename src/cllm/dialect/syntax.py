@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from cllm.dialect.calls import CallReader, State, Tools
+from cllm.dialect.calls import CallReader, CallState, Tools
 from cllm.dialect.json_scan import JsonScanner, repaired
 from cllm.dialect.reader import Attempt
 from cllm.dialect.reasoning import held_back
@@ -80,28 +80,28 @@ class JsonAttempt:
     def complete(self) -> bool:
         return self._reader.complete
 
-    def feed(self, char: str) -> State:
+    def feed(self, char: str) -> CallState:
         if not self._began and char != "{":
             if char == self._leads:
                 self._leads = ""
-                return State.OPEN
+                return CallState.OPEN
             self.took_last = char.isspace()
-            return State.OPEN if self.took_last else State.FAILED
+            return CallState.OPEN if self.took_last else CallState.FAILED
         if self._doubled and self._reader.ended:
             return self._feed_behind(char)
         if self._at_second and char == "{":
             self._doubled, self._at_second = True, False
-            return State.OPEN
+            return CallState.OPEN
         self._at_second = not self._began
         self._began = True
         state = self._reader.feed(char)
         self.took_last = self._reader.took_last
-        return State.OPEN if state is State.DONE and self._doubled and self.took_last else state
+        return CallState.OPEN if state is CallState.DONE and self._doubled and self.took_last else state
 
-    def _feed_behind(self, char: str) -> State:
+    def _feed_behind(self, char: str) -> CallState:
         """Up to the outer bracket."""
         self.took_last = char.isspace() or char == "}"
-        return State.OPEN if char.isspace() else State.DONE
+        return CallState.OPEN if char.isspace() else CallState.DONE
 
 
 class OrJsonAttempt:
@@ -115,7 +115,7 @@ class OrJsonAttempt:
         self._tools = tools
         self._json: JsonAttempt | None = None
 
-    def _feed_json(self, attempt: JsonAttempt, char: str) -> State:
+    def _feed_json(self, attempt: JsonAttempt, char: str) -> CallState:
         state = attempt.feed(char)
         self.name, self.took_last, self.complete = attempt.name, attempt.took_last, attempt.complete
         self.arguments += attempt.arguments
@@ -129,7 +129,7 @@ class MistralAttempt(OrJsonAttempt):
         self._head = ""
         self._scanner: JsonScanner | None = None
 
-    def feed(self, char: str) -> State:
+    def feed(self, char: str) -> CallState:
         if self._scanner is not None:
             return self._feed_arguments(self._scanner, char)
         if self._json is None and not self._head.strip() and char in "[{":
@@ -138,26 +138,26 @@ class MistralAttempt(OrJsonAttempt):
             return self._feed_json(self._json, char)
         return self._feed_name(char)
 
-    def _feed_name(self, char: str) -> State:
+    def _feed_name(self, char: str) -> CallState:
         if char == "{":
             found = _MISTRAL_NAME.fullmatch(self._head)
             if found is None or found[1] not in self._tools:
                 self.took_last = False
-                return State.FAILED
+                return CallState.FAILED
             self.name, self._scanner = found[1], JsonScanner()
             return self._feed_arguments(self._scanner, char)
         self._head += char
         fits = char.isalnum() or char in "_.-[]" or char.isspace()
         if fits and len(self._head) <= _LONGEST_NAME:
-            return State.OPEN
+            return CallState.OPEN
         self.took_last = False
-        return State.FAILED
+        return CallState.FAILED
 
-    def _feed_arguments(self, scanner: JsonScanner, char: str) -> State:
+    def _feed_arguments(self, scanner: JsonScanner, char: str) -> CallState:
         was_string = scanner.in_string
         if not scanner.feed(char):
             self.took_last = False
-            return State.BROKEN
+            return CallState.BROKEN
         self.arguments.append(repaired(char) if was_string else char)
         self.complete = scanner.done
-        return State.DONE if scanner.done else State.OPEN
+        return CallState.DONE if scanner.done else CallState.OPEN

@@ -1,7 +1,7 @@
 """What this process may use of the machine: CPUs, memory and open files, whatever sets the limit.
 
 cpus.py         CPUs: affinity and cpusets, cgroup quota, physical cores, features; the default number of threads
-memory.py       memory: what is free, and what cgroups, ulimits and the system's commit limit leave
+memory_limits.py memory: what is free, and what cgroups, ulimits and the system's commit limit leave
 open_files.py   open files: the limit, raised as far as needed
 huge_pages.py   whether the system offers huge pages
 packages.py     the Python environment: how to install what is missing
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from cllm.machine.cpus import Cpus, Threads, cpu_features, cpu_info, default_threads, read_cpus
 from cllm.machine.huge_pages import has_huge_pages
-from cllm.machine.memory import MemoryLimit, can_reserve, mib, read_memory_limits, tightest, total_memory
+from cllm.machine.memory_limits import MemoryLimit, can_reserve, mib, read_memory_limits, tightest, total_memory
 from cllm.machine.packages import install_extra, install_packages
 
 __all__ = [

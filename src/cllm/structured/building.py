@@ -14,7 +14,7 @@ from cllm.structured.effort import NotSmallError, only_small
 from cllm.structured.matcher import Grammar, MaskFiller
 from cllm.structured.schemas import NOT_APART
 from cllm.structured.sources import located, source_of
-from cllm.structured.structure import Kind, Structure
+from cllm.structured.structure import Structure, StructureKind
 from cllm.structured.vocabulary import Vocabulary
 
 TRIALS = 2
@@ -125,7 +125,7 @@ class Builder:
         return _readable(LLMatcher.validate_grammar(source, self._tokens, limits=LIMITS), "json_schema")
 
 
-def _readable(error: str, kind: Kind) -> str:
+def _readable(error: str, kind: StructureKind) -> str:
     if kind in _WRITTEN_HERE:
         error = _LISTING.sub("", error)
     lines = " ".join(_WHILE.sub("", error).replace("<non-verbose/>", "").split())
