@@ -8,7 +8,8 @@ from cllm.dialect.calls import CallState, Tools
 from cllm.dialect.reasoning import Marks, held_back
 
 if TYPE_CHECKING:
-    from cllm.dialect.reader import Attempt, CallSyntax
+    from cllm.dialect.reader import Attempt
+    from cllm.dialect.syntax import JsonSyntax
 
 MOST_HELD = 2**17
 """Characters of a run of calls. Nothing is streamed meanwhile, so what is longer becomes text."""
@@ -24,7 +25,7 @@ class CallRuns:
     Every character is read at most twice, however the text is cut up.
     """
 
-    def __init__(self, marks: Marks, syntax: CallSyntax, tools: Tools) -> None:
+    def __init__(self, marks: Marks, syntax: JsonSyntax, tools: Tools) -> None:
         """`marks`: around each call."""
         self._marks = marks
         self._syntax = syntax

@@ -51,12 +51,8 @@ class CallReader:
         """The key or value that is being read, of the call itself."""
         self._key = ""
         self._named: str | None = None
-        self._whole = False
-
-    @property
-    def complete(self) -> bool:
+        self.complete = False
         """Whether the arguments of an announced call are whole."""
-        return self._whole
 
     @property
     def ended(self) -> bool:
@@ -68,7 +64,7 @@ class CallReader:
         depth, was_string = len(scanner.stack), scanner.in_string
         if not scanner.feed(char):
             self.took_last = False
-            return CallState.FAILED if self.name is None else CallState.DONE if self._whole else CallState.BROKEN
+            return CallState.FAILED if self.name is None else CallState.DONE if self.complete else CallState.BROKEN
         clean = repaired(char) if was_string else char
         if self.name is not None:
             return self._feed_announced(clean)
@@ -86,9 +82,9 @@ class CallReader:
         return self._end() if scanner.done else CallState.OPEN
 
     def _feed_announced(self, clean: str) -> CallState:
-        if not self._whole:
+        if not self.complete:
             self.arguments.append(clean)
-            self._whole = len(self._scanner.stack) == 1
+            self.complete = len(self._scanner.stack) == 1
         return CallState.DONE if self._scanner.done else CallState.OPEN
 
     def _read_string(self, char: str, clean: str, *, began: bool) -> None:
@@ -116,7 +112,7 @@ class CallReader:
             return CallState.FAILED
         self.name, arguments = call
         self.arguments.append(arguments)
-        self._whole = True
+        self.complete = True
         return CallState.DONE
 
 

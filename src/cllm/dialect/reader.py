@@ -19,6 +19,7 @@ from cllm.dialect.deltas import ChatDelta, Delta, ReasoningDelta, ToolCallDelta,
 from cllm.dialect.reasoning import ReasoningReader
 
 if TYPE_CHECKING:
+    from cllm.dialect.syntax import JsonSyntax
     from cllm.dialect.whole_calls import WholeCalls
     from cllm.engine.sampling import TokenLogprob
 
@@ -37,19 +38,6 @@ class Attempt(Protocol):
     def feed(self, char: str) -> CallState: ...
 
 
-class CallSyntax(Protocol):
-    """Where tool calls begin in a text, and how they are read."""
-
-    def begins(self, text: str, *, at_start: bool, after_call: bool) -> tuple[int, int, int]:
-        """(first, last, held): the text from `first` to `last` begins a call; `held` characters at the end may become
-        such a beginning. No call: `first` and `last` are -1."""
-
-    def attempt(self, opening: str, tools: Tools) -> Attempt: ...
-
-    def closing(self, text: str) -> tuple[int, bool]:
-        """How many characters at the beginning of what follows a call belong to it, and whether more may."""
-
-
 class AnswerReader:
     """`read` every delta of the answer, or `push` its text and end with `finish`."""
 
@@ -58,7 +46,7 @@ class AnswerReader:
         index: int,
         *,
         reasoning: ReasoningReader | None = None,
-        syntax: CallSyntax | None = None,
+        syntax: JsonSyntax | None = None,
         tools: Tools = MappingProxyType({}),
         most_calls: int | None = None,
         calls_only: bool = False,
@@ -222,7 +210,7 @@ class AnswerReader:
         while text and not self.ended:
             text = self._read_attempt(text) if self._attempt is not None else self._read_text(self._syntax, text)
 
-    def _read_text(self, syntax: CallSyntax, text: str) -> str:
+    def _read_text(self, syntax: JsonSyntax, text: str) -> str:
         """Pass on what is certainly text. The return value must be read as part of a call."""
         self._text += text
         if self._closing:

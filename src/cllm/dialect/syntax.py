@@ -17,7 +17,8 @@ _LONGEST_NAME = 256
 
 
 class JsonSyntax:
-    """Calls as JSON objects, one by one or in a list, behind markers or, where `bare`, at the answer's beginning."""
+    """Where tool calls begin in a text, and how they are read: here, JSON objects, one by one or in a list, behind
+    markers or, where `bare`, at the answer's beginning."""
 
     def __init__(self, *markers: str, close: Sequence[str] = (), bare: bool = False) -> None:
         self.markers = markers
@@ -25,6 +26,8 @@ class JsonSyntax:
         self._close = (*close, "]", ",", ";", "```")
 
     def begins(self, text: str, *, at_start: bool, after_call: bool) -> tuple[int, int, int]:
+        """(first, last, held): the text from `first` to `last` begins a call; `held` characters at the end may become
+        such a beginning. No call: `first` and `last` are -1."""
         if after_call or (at_start and self.bare):
             if found := _BARE.match(text):
                 return len(text) - len(text.lstrip()), found.end(), 0
@@ -39,6 +42,7 @@ class JsonSyntax:
         return JsonAttempt(tools, bare=not any(marker in opening for marker in self.markers))
 
     def closing(self, text: str) -> tuple[int, bool]:
+        """How many characters at the beginning of what follows a call belong to it, and whether more may."""
         rest, unused = text.lstrip(), list(self._close)
         while (mark := next((mark for mark in unused if rest.startswith(mark)), None)) is not None:
             unused.remove(mark)

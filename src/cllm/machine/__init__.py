@@ -1,12 +1,12 @@
 """What this process may use of the machine: CPUs, memory and open files, whatever sets the limit.
 
-cpus.py         CPUs: affinity and cpusets, cgroup quota, physical cores, features; the default number of threads
-memory_limits.py memory: what is free, and what cgroups, ulimits and the system's commit limit leave
-open_files.py   open files: the limit, raised as far as needed
-huge_pages.py   whether the system offers huge pages
-packages.py     the Python environment: how to install what is missing
-resident.py     how much memory the process holds
-cgroups.py      the cgroups of this process, versions 1 and 2
+cpus.py           CPUs: affinity and cpusets, cgroup quota, physical cores, features; the default number of threads
+memory_limits.py  memory: what is free, and what cgroups, ulimits and the system's commit limit leave
+open_files.py     open files: the limit, raised as far as needed
+huge_pages.py     whether the system offers huge pages
+packages.py       the Python environment: how to install what is missing
+resident.py       how much memory the process holds
+cgroups.py        the cgroups of this process, versions 1 and 2
 
 On Linux only the standard library is needed, but for resident.py. Functions take the root of the file system, which
 tests replace.

@@ -22,7 +22,11 @@ def examine(source: TemplateFields) -> dict[str, Any]:
 
 
 def compose(
-    source: TemplateFields, special: frozenset[str], messages: Sequence[Mapping[str, Any]], options: PromptOptions, most: int
+    source: TemplateFields,
+    special: frozenset[str],
+    messages: Sequence[Mapping[str, Any]],
+    options: PromptOptions,
+    most: int,
 ) -> tuple[str, list[int]] | None:
     """None: the prompt has more than `most` characters."""
     text, literal = _template(source).compose(special, messages, options)
