@@ -16,7 +16,7 @@ import uvicorn
 from cllm.cli.out_of_memory import explain_bus_errors
 from cllm.config import Config
 from cllm.llm import AsyncLLM
-from cllm.machine.garbage import keep_loaded_objects
+from cllm.machine.resident import keep_loaded_objects
 from cllm.models.registry import resolve
 from cllm.observe.log import EfficiencyLog, RequestLog, setup_logging, stop_logging
 from cllm.served import ServedModels

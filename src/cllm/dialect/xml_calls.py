@@ -31,15 +31,8 @@ _TYPES: Mapping[type, frozenset[str]] = {
 }
 _ALL_TYPES = frozenset().union(*_TYPES.values())
 _PLAIN_KEYS = {
-    "type",
-    "properties",
-    "required",
-    "additionalProperties",
-    "$defs",
-    "title",
-    "description",
-    "$schema",
-    "x-guidance",
+    *("type", "properties", "required", "additionalProperties", "title", "description"),
+    *("$defs", "$schema", "x-guidance"),
 }
 _PLAIN_TEXT_KEYS = {"type", "enum", "const", "title", "description", "default", "examples"}
 _KEY = re.compile(r"[^\s>]([^\n>]*[^\s>])?")
