@@ -254,7 +254,7 @@ def test_a_mapped_file_cut_short_in_use_is_one_line(script: Script) -> None:
     done = script(
         """
         import mmap, os
-        from cllm.cli.memory import explain_bus_errors
+        from cllm.cli.out_of_memory import explain_bus_errors
         explain_bus_errors()
         FILE = os.path.join(os.path.dirname(MODEL), f"mapped-{os.getpid()}")
         with open(FILE, "wb") as file: file.write(bytes(100_000))

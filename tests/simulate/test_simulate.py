@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cllm_bench.simulate.knees import describe_knees, knee
+from cllm_bench.simulate.managers import make_manager
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -25,8 +27,6 @@ from cllm_bench.simulate.backend import SimulatedBackend
 from cllm_bench.simulate.cluster import Cluster, simulate
 from cllm_bench.simulate.commands import Outputs, TraceSource, parse_sweeps, run_grid
 from cllm_bench.simulate.cost import load_cost
-from cllm_bench.simulate.knees import describe_knees, knee
-from cllm_bench.simulate.managers import make_manager
 from cllm_bench.simulate.report import count, short
 from cllm_bench.simulate.results import Result
 from cllm_bench.simulate.server import SimulatedServer

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cllm_bench.simulate.live import LiveRun, Turn, Workload
+from cllm_bench.simulate.validate import WORKLOADS, RandomTokens, Validation, calibrations
 
 from cllm.backends.base import Chunk, StepResult
 from cllm.backends.fake import FakeBackend
@@ -20,9 +22,7 @@ from cllm.kv.slots.manager import SlotKVManager
 from cllm_bench.simulate.backend import SimulatedBackend, work_of
 from cllm_bench.simulate.cost import CostModel, StepWork, built_in_costs, load_cost, parse_cost
 from cllm_bench.simulate.fit import StepRecord, fit_cost, median_error
-from cllm_bench.simulate.live import LiveRun, Turn, Workload
 from cllm_bench.simulate.settings import Settings
-from cllm_bench.simulate.validate import WORKLOADS, RandomTokens, Validation, calibrations
 from simulate_kit import COST
 from step_of import rows_of
 

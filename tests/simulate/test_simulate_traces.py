@@ -12,10 +12,10 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from cllm_bench.simulate.mooncake import write_trace
 
 from cllm.errors import ConfigError
 from cllm_bench.simulate.files import FileTrace, TraceError
-from cllm_bench.simulate.mooncake import write_trace
 from cllm_bench.simulate.synthetic import KINDS, SHAPES, Shape, SyntheticTrace, parse_shape
 from cllm_bench.simulate.traces import TOKEN_IDS, ListTrace, TokenSource, Trace, TracedRequest, spell
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cllm.cli.memory import check_memory, explain_bus_errors
 from cllm.cli.options import (
     BackendOption,
     ConfigOption,
@@ -23,6 +22,7 @@ from cllm.cli.options import (
     print_status,
     sampling_flags,
 )
+from cllm.cli.out_of_memory import check_memory, explain_bus_errors
 from cllm.errors import InvalidRequestError
 from cllm.observe.json_option import JsonOption, is_stdout, write_json
 

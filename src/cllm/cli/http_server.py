@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 import uvicorn
 
-from cllm.cli.memory import explain_bus_errors
+from cllm.cli.out_of_memory import explain_bus_errors
 from cllm.config import Config
-from cllm.machine.garbage import keep_loaded_objects
+from cllm.machine.resident import keep_loaded_objects
 from cllm.models.registry import resolve
 from cllm.observe.log import EfficiencyLog, RequestLog, setup_logging, stop_logging
 from cllm.served import open_models

@@ -15,7 +15,7 @@ from cllm.config import Config
 from cllm.llm import AsyncLLM
 from cllm.loading.facts import ModelFacts
 from cllm.machine import read_cpus
-from cllm.machine.garbage import keep_loaded_objects
+from cllm.machine.resident import keep_loaded_objects
 from cllm.observe.log import setup_logging
 
 

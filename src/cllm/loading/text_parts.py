@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cllm.config import Config
-from cllm.dialect.dialect import Dialect, dialect_of
+from cllm.dialect.dialect import Dialect
 from cllm.loading.embedder import Embedder
 from cllm.loading.facts import ModelFacts
 from cllm.loading.open_model import OpenedText, TokenizerCache, open_text
@@ -43,7 +43,7 @@ def build_text_parts(
 ) -> TextParts:
     """On another thread than the event loop's. Raises `ModelError` or `ConfigError`."""
     public_name = config.model.alias or facts.name
-    dialect = dialect_of(examine_template(opened.chat_template, workers), opened.tokenizer, config.chat)
+    dialect = Dialect(examine_template(opened.chat_template, workers), opened.tokenizer, config.chat)
     n_vocab = facts.shape.n_vocab
     work = TextWork(config, workers, opened.tokenizer, opened.chat_template, dialect, opened.model, n_vocab)
     return TextParts(

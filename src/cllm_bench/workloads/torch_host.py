@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from cllm.engine.observer import RequestRecord
-from cllm.kv.memory import MIB
+from cllm.kv.sizing import MIB
 from cllm_bench.figures import OURS, Figure, Limit, Metrics, Run
 from cllm_bench.pages.extras import check_extra
 from cllm_bench.stats import percentile

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from cllm.server.schema.validation import MustBe, RequestModel, Text, Unsupported, Words, raised_by, refusal
 from cllm.structured.schemas import lenient
-from cllm.structured.structure import Kind, Structure
+from cllm.structured.structure import Structure, StructureKind
 
 if TYPE_CHECKING:
     from cllm.engine.params import SamplingParams
@@ -132,7 +132,7 @@ class StructureFields(RequestModel):
         return [*_of_texts(texts), *_of_objects(objects)]
 
 
-_Named = dict[str, tuple[Kind, Any]]
+_Named = dict[str, tuple[StructureKind, Any]]
 
 
 def _described_schema(given: JsonObject, param: str) -> tuple[JsonObject, str]:
@@ -164,7 +164,7 @@ def _of_objects(named: _Named) -> list[Structure]:
     return [_of_json(kind, value, param) for param, (kind, value) in named.items() if value is not None]
 
 
-def _of_json(kind: Kind, value: Any, param: str) -> Structure:
+def _of_json(kind: StructureKind, value: Any, param: str) -> Structure:
     """`value` as JSON, or JSON already."""
     if isinstance(value, str):
         return Structure(kind, value, param)
