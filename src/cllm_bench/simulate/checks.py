@@ -63,7 +63,7 @@ def run_validation(
         parts = load_model(config, workers)
     with parts.backend:
         validation = Validation(parts.backend, parts.scheduler.kv, settings_of(parts, config))
-        words = RandomTokens(parts.backend.shape.n_vocab, seed)
+        words = RandomTokens(parts.backend.spec.n_vocab, seed)
         with console.status("calibration") as status:
 
             def measure(workload: Any) -> Measured:

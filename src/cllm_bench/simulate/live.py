@@ -71,7 +71,7 @@ class RecordingBackend(Backend):
     """Another backend, with every step timed. The first one waits until all requests are there."""
 
     def __init__(self, inner: Backend, clock: Clock) -> None:
-        self.traits, self.shape = inner.traits, inner.shape
+        self.traits, self.spec = inner.traits, inner.spec
         self.steps: list[StepRecord] = []
         self.gate = threading.Event()
         self._inner = inner
@@ -199,7 +199,7 @@ class LiveRun:
                 eos_ids=frozenset(),  # the length is given, so no token ends an answer
                 seed=0,
                 max_context=1 << 30,
-                vocab_size=self._recorder.shape.n_vocab,
+                vocab_size=self._recorder.spec.n_vocab,
             )
         )
 

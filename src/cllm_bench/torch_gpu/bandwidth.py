@@ -12,9 +12,9 @@ import torch
 from cllm.backends.base import Chunk
 from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import make_batch
-from cllm.backends.torch.decoder import Decoder
 from cllm.backends.torch.device import choose_operations
 from cllm.kv.ops import BlockGeometry
+from cllm_bench.kernels.shapes import Shape
 
 from .work import Keep, Measures, Place
 
@@ -31,9 +31,9 @@ def attention_alone(place: Place, device: torch.device) -> Measures:
     rows, context = place.sizes.some, place.sizes.attended
     heads = (4, 2, 16) if place.tiny else (32, 8, 128)
     n_heads, n_kv_heads, head_dim = heads
-    decoder = Decoder(1, n_heads * head_dim, n_heads, n_kv_heads, head_dim, 1, 1, 1e-5, 1e4, context)
+    spec = Shape(1, n_heads * head_dim, n_heads, n_kv_heads, head_dim, 1, 1).spec()
     per_row = context // BLOCK
-    arena = Arena(decoder, BlockGeometry(rows * per_row, BLOCK), "f16", device)
+    arena = Arena(spec, BlockGeometry(rows * per_row, BLOCK), "f16", device)
     arena.data.normal_()
     order = torch.randperm(rows * per_row).tolist()
     tables = [order[row * per_row : (row + 1) * per_row] for row in range(rows)]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from cllm.engine.observer import RequestRecord
-from cllm.kv.memory import bytes_per_token
+from cllm.models.spec import AttentionSpec
 
 from .models import config_of
 from .work import Bench, Keep, Measures, Place, engine, greedy
@@ -68,14 +68,8 @@ def settings(place: Place, gpu_tokens: int, host_tokens: int, **more: Any) -> di
 
 def _token_bytes(config: dict[str, Any]) -> int:
     head = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
-    return bytes_per_token(
-        n_layers=config["num_hidden_layers"],
-        n_kv_heads=config["num_key_value_heads"],
-        head_dim_k=head,
-        head_dim_v=head,
-        type_k="f16",
-        type_v="f16",
-    )
+    heads = config["num_attention_heads"], config["num_key_value_heads"]
+    return config["num_hidden_layers"] * AttentionSpec(*heads, head, head).kv_bytes_per_token("f16", "f16")
 
 
 def raw_copies(place: Place, turns: Turns) -> Measures:

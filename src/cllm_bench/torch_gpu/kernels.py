@@ -13,12 +13,14 @@ import torch
 from cllm.backends.base import Chunk
 from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import StepBatch, make_batch
-from cllm.backends.torch.decoder import Decoder
 from cllm.backends.torch.device import choose_operations
 from cllm.backends.torch.linear import quantise_rows
 from cllm.backends.torch.operations import Operations, PlainOperations
+from cllm.backends.torch.rotations import rotation_table
 from cllm.backends.torch.shared_prefixes import SharedPrefixes, find_shared
 from cllm.kv.ops import BlockGeometry
+from cllm.models.spec import ModelSpec
+from cllm_bench.kernels.shapes import Shape
 
 from .work import Keep, Measures, Place
 
@@ -82,9 +84,9 @@ def _cases(operations: Operations, device: torch.device, *, tiny: bool) -> Itera
         yield name, _products(operations, some, width, limit)
         for kv_type in dict.fromkeys((name, "fp8", "int8")):
             for head_norm in (True,) if tiny else (False, True):
-                decoder = Decoder(2, 512, 8, 2, 64, 512, 1000, EPS, 10000.0, 4096, head_norm=head_norm)
+                spec = Shape(2, 512, 8, 2, 64, 512, 1000).spec(qk_norm=head_norm)
                 label = f"{name}, K/V {kv_type}{', head norms' if head_norm else ''}"
-                yield label, _attention(operations, decoder, some, kv_type, limit)
+                yield label, _attention(operations, spec, some, kv_type, limit)
 
 
 Some = partial[torch.Tensor]
@@ -161,11 +163,13 @@ def _with_shared(batch: StepBatch) -> StepBatch:
     return replace(batch, shared=SharedPrefixes(members, extents, firsts, groups.split))
 
 
-def _attention(operations: Operations, decoder: Decoder, some: Some, kv_type: str, limit: float) -> Iterator[Case]:
+def _attention(operations: Operations, spec: ModelSpec, some: Some, kv_type: str, limit: float) -> Iterator[Case]:
     """Both fill their own cache: with what the rows have behind them, then with this step's tokens."""
     device = some.keywords["device"]
-    rotations = decoder.rotations(4096).to(device)
-    norm = some(decoder.head_dim).sigmoid() if decoder.head_norm else None
+    attention = spec.layers[0].attention
+    assert attention.rotation is not None
+    rotations = rotation_table(attention.rotation, 4096).to(device)
+    norm = some(attention.head_dim_k).sigmoid() if attention.qk_norm else None
     norm64 = None if norm is None else norm.double()
     mixed, alike = _mixed_rows(), _alike_rows()
     behind_alike = [_chunk(ALIKE, 0, alike[0].blocks), *(_chunk(row.start - ALIKE, ALIKE, row.blocks) for row in alike)]
@@ -173,14 +177,14 @@ def _attention(operations: Operations, decoder: Decoder, some: Some, kv_type: st
         (mixed, [_chunk(row.start, 0, row.blocks) for row in mixed], ""),
         (alike, behind_alike, ", beginnings shared"),
     ):
-        arena = Arena(decoder, BlockGeometry(POOL_BLOCKS, BLOCK), kv_type, device)
-        exact = Arena(decoder, BlockGeometry(POOL_BLOCKS, BLOCK), "f32", device)
+        arena = Arena(spec, BlockGeometry(POOL_BLOCKS, BLOCK), kv_type, device)
+        exact = Arena(spec, BlockGeometry(POOL_BLOCKS, BLOCK), "f32", device)
         exact.data = exact.data.double()
         batch = make_batch(rows, BLOCK, device)
         for part in (make_batch([chunk for chunk in behind if chunk.tokens], BLOCK, device), batch):
-            qkv = some(len(part.tokens), decoder.qkv_size)
-            q = operations.rotate_and_store(qkv, norm, norm, decoder, rotations, part, arena, 1)
-            q64 = PLAIN.rotate_and_store(qkv.double(), norm64, norm64, decoder, rotations.double(), part, exact, 1)
+            qkv = some(len(part.tokens), attention.qkv_size)
+            q = operations.rotate_and_store(qkv, norm, norm, spec, rotations, part, arena, 1)
+            q64 = PLAIN.rotate_and_store(qkv.double(), norm64, norm64, spec, rotations.double(), part, exact, 1)
         if what:
             batch = _with_shared(batch)
         attended = operations.attend(q, arena, 1, batch)

@@ -93,7 +93,7 @@ class _Side:
         return Tenant(space=self._random.randbytes(8))
 
     def _ids(self, tokens: int) -> list[int]:
-        return self._random.choices(range(self._llm.shape.n_vocab // 2), k=tokens)
+        return self._random.choices(range(self._llm.spec.n_vocab // 2), k=tokens)
 
     def _texts(self, count: int, tokens: int) -> Sequence[Sequence[int]]:
         return [self._ids(tokens) for _ in range(count)]

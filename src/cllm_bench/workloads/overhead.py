@@ -34,7 +34,7 @@ class ContextSize:
 
     def settings(self, model: Path) -> dict[str, Any]:
         """What makes cLLM take exactly these slots."""
-        per_token = GGUFModel.open(model).shape.kv_bytes_per_token("f16", "f16")
+        per_token = GGUFModel.open(model).spec.kv_bytes_per_token("f16", "f16")
         return {
             "backend.llama_cpp.n_seq_max": self.slots,
             "backend.llama_cpp.slots_on_demand": False,

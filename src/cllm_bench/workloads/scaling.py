@@ -66,7 +66,7 @@ def file_subject(name: str, instruction_set: str) -> Subject:
     def build(threads: int) -> Engine:
         return load_engine(model, threads=threads, instruction_set=instruction_set)
 
-    return Subject(file.stem, build, model.shape.n_vocab, file_macs_per_token(model), float(read_per_token(model)))
+    return Subject(file.stem, build, model.spec.n_vocab, file_macs_per_token(model), float(read_per_token(model)))
 
 
 def _check_room(what: str, size: int, advice: str) -> None:

@@ -22,7 +22,7 @@ from cllm.backends.torch.host_rows import Rows
 from cllm.backends.torch.memory import BlockMemory, no_memory
 from cllm.backends.torch.prompt_outputs import read_asks
 from cllm.backends.torch.sampling import read_draws
-from cllm.backends.torch.sources import decoder_of, open_source, unsupported
+from cllm.backends.torch.sources import open_source, spec_of, unsupported
 from cllm.backends.torch.weights import Loader, Progress, weight_bytes
 from cllm.backends.torch.worker import Launched, Setup, Worker
 from cllm.errors import BackendError, ModelError, StepAbortedError
@@ -70,7 +70,7 @@ class TorchBackend(Backend):
         progress: Progress | None = None,
     ) -> None:
         """`rows`: the most sequences that will be computed at once."""
-        self.shape = model.shape
+        self.spec = model.spec
         self._label = str(model.path)
         on = choose_device(device)
         self._setup = Setup(on, choose_dtype(dtype, on), kv_type, invariant, rows)
@@ -81,7 +81,7 @@ class TorchBackend(Backend):
             self.traits = replace(self.traits, pooling=model.pooling)
         if self.on_gpu:
             self.traits = replace(self.traits, depth=2, preferred_step_tokens=GPU_STEP_TOKENS)
-        reason = unsupported(model) or unsupported_heads(self.shape.head_dim_k, on)
+        reason = unsupported(model) or unsupported_heads(self.spec.layers[0].attention.head_dim_k, on)
         if reason is not None:
             raise ModelError(f"{self._label}: the torch backend cannot run this model: {reason}")
         if on.type == "cpu":
@@ -89,15 +89,15 @@ class TorchBackend(Backend):
         self._worker = self._load(model, progress)
 
     def _load(self, model: GGUFModel | HFModel, progress: Progress | None) -> Worker:
-        setup, decoder = self._setup, decoder_of(model)
-        size = weight_bytes(decoder, setup.dtype) >> 20
+        setup, spec = self._setup, spec_of(model)
+        size = weight_bytes(spec, setup.dtype) >> 20
         no_room = ModelError(
             f"{self._label}: its weights take {size} MiB as {dtype_name(setup.dtype)}, and {setup.device} has no "
             "room for them; use a smaller model, a smaller backend.torch.dtype, or another backend.torch.device"
         )
         with if_no_room(no_room), open_source(model) as source, setup.here():
-            weights = Loader(source, setup.dtype, setup.device, progress).load(decoder)
-        return Worker(setup, decoder, weights, self._faults)
+            weights = Loader(source, setup.dtype, setup.device, progress).load(spec)
+        return Worker(setup, spec, weights, self._faults)
 
     # -- memory ------------------------------------------------------------------------------------------------
 
@@ -134,8 +134,8 @@ class TorchBackend(Backend):
 
     def _reserve(self, geometry: BlockGeometry) -> None:
         self._worker.allocate(geometry)
-        positions = min(self.shape.context_length, geometry.tokens)
-        bounds = Bounds(self.shape.n_vocab, positions, geometry.blocks)
+        positions = min(self.spec.context_length, geometry.tokens)
+        bounds = Bounds(self.spec.n_vocab, positions, geometry.blocks)
         self._allocated = _Allocated(geometry, bounds, Tables(-(-positions // geometry.block_size)))
 
     @property
@@ -157,7 +157,7 @@ class TorchBackend(Backend):
             return chunks
         try:
             with self._computing(chunks):
-                draws = read_draws(chunks, self.shape.n_vocab)
+                draws = read_draws(chunks, self.spec.n_vocab)
                 return self._worker.launch(self._read(chunks, spreads=True), draws, read_asks(chunks))
         except StepAbortedError as error:
             return error
@@ -177,7 +177,7 @@ class TorchBackend(Backend):
         with self._computing(chunks):
             if chunks:
                 return self._worker.compute(self._read(chunks), read_asks(chunks))
-            return StepResult(np.empty((0, self.shape.n_vocab), np.float32))
+            return StepResult(np.empty((0, self.spec.n_vocab), np.float32))
 
     def _computing(self, chunks: Sequence[Chunk]) -> AbstractContextManager[None]:
         self._worker.aborted.clear()
