@@ -6,7 +6,7 @@ before memory is allocated for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from gguf import GGMLQuantizationType
 
@@ -21,6 +21,7 @@ from cllm.models.gguf_decoder import (
     outer_tensors,
     unsupported_reason,
 )
+from cllm.models.load_progress import ByteProgress
 from cllm.models.spec import ModelSpec
 
 _TYPES = frozenset({
@@ -32,9 +33,6 @@ _MAX_HEAD_DIM = 512
 _TILE_ROWS = 16
 _PIECE_BYTES = 16 << 20  # read and packed at a time
 _OPTIONAL = frozenset({"output", "attn_q.bias", "attn_k.bias", "attn_v.bias"})
-
-
-Progress = Callable[[int, int], None]
 
 
 def unsupported(model: GGUFModel) -> str | None:
@@ -49,7 +47,7 @@ def unsupported(model: GGUFModel) -> str | None:
 
 
 def load_engine(
-    model: GGUFModel, *, threads: int, instruction_set: str = "auto", progress: Progress = lambda done, total: None
+    model: GGUFModel, *, threads: int, instruction_set: str = "auto", progress: ByteProgress = lambda done, total: None
 ) -> Engine:
     """An engine with the model's weights, packed. Every problem is a `ModelError` that names the file.
 
@@ -93,7 +91,7 @@ def _checked(model: GGUFModel, wanted: Iterator[TensorSpec]) -> Iterator[TensorS
         yield item
 
 
-def _load_weights(engine: Engine, model: GGUFModel, wanted: list[TensorSpec], progress: Progress) -> None:
+def _load_weights(engine: Engine, model: GGUFModel, wanted: list[TensorSpec], progress: ByteProgress) -> None:
     total = sum(model.tensors[item.name].size for item in wanted)
     done = 0
     with TensorFile(model) as file:

@@ -16,20 +16,21 @@ import torch
 
 from cllm.backends.base import Backend, BackendTraits, Chunk, StepResult, asks_more
 from cllm.backends.torch.batch import Bounds, HostBatch, Tables, read_chunks, spread
+from cllm.backends.torch.block_memory import BlockMemory, no_memory
 from cllm.backends.torch.device import choose_device, choose_dtype, device_name, dtype_name, unsupported_heads
 from cllm.backends.torch.faults import Faults, if_no_room
 from cllm.backends.torch.host_rows import Rows
-from cllm.backends.torch.memory import BlockMemory, no_memory
 from cllm.backends.torch.prompt_outputs import read_asks
 from cllm.backends.torch.sampling import read_draws
 from cllm.backends.torch.sources import open_source, spec_of, unsupported
-from cllm.backends.torch.weights import Loader, Progress, weight_bytes
+from cllm.backends.torch.weights import Loader, weight_bytes
 from cllm.backends.torch.worker import Launched, Setup, Worker
 from cllm.errors import BackendError, ModelError, StepAbortedError
 from cllm.kv.ops import BlockGeometry, Geometry
 from cllm.machine import MemoryLimit
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
+from cllm.models.load_progress import ByteProgress
 
 GPU_STEP_TOKENS = 8192
 """A GPU is fast only with many tokens at a time, and computes this many in a fraction of a second."""
@@ -67,7 +68,7 @@ class TorchBackend(Backend):
         invariant: bool = False,
         threads: int = 1,
         rows: int = 256,
-        progress: Progress | None = None,
+        progress: ByteProgress | None = None,
     ) -> None:
         """`rows`: the most sequences that will be computed at once."""
         self.spec = model.spec
@@ -88,7 +89,7 @@ class TorchBackend(Backend):
             torch.set_num_threads(threads)
         self._worker = self._load(model, progress)
 
-    def _load(self, model: GGUFModel | HFModel, progress: Progress | None) -> Worker:
+    def _load(self, model: GGUFModel | HFModel, progress: ByteProgress | None) -> Worker:
         setup, spec = self._setup, spec_of(model)
         size = weight_bytes(spec, setup.dtype) >> 20
         no_room = ModelError(

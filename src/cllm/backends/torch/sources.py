@@ -10,7 +10,7 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from cllm.backends.torch.weights import Shape, Source
+from cllm.backends.torch.weights import Source, TensorShape
 from cllm.models.dequantise import DEQUANTISED, dequantised_rows
 from cllm.models.gguf import GGUFModel, TensorFile
 from cllm.models.gguf_decoder import ROPE_FREQS, decoder_spec, rope_dims, unsupported_reason
@@ -84,7 +84,7 @@ class DirectorySource:
     def names(self) -> Collection[str]:
         return self._model.tensors.keys()
 
-    def shape(self, name: str) -> Shape:
+    def shape(self, name: str) -> TensorShape:
         return self._model.tensors[name].shape
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
@@ -124,7 +124,7 @@ class GGUFSource:
     def names(self) -> Collection[str]:
         return self._stored.keys()
 
-    def shape(self, name: str) -> Shape:
+    def shape(self, name: str) -> TensorShape:
         return self._model.tensors[self._stored[name]].shape[::-1]
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -21,6 +21,7 @@ from cllm.backends.torch.linear import FP8, quantise_rows
 from cllm.backends.torch.model import Layer, Weights
 from cllm.errors import ModelError
 from cllm.models.hf_directory import HEAD
+from cllm.models.load_progress import ByteProgress
 from cllm.models.spec import LayerSpec, ModelSpec
 
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
@@ -30,9 +31,7 @@ SCALE = torch.float32
 _QUANTISED_TOGETHER = 1 << 19
 """Values; they are float32 meanwhile, several times."""
 
-Progress = Callable[[int, int], None]
-"""Called with the bytes of weights that there are and that there will be."""
-Shape = tuple[int, ...]
+TensorShape = tuple[int, ...]
 
 
 class Source(Protocol):
@@ -45,7 +44,7 @@ class Source(Protocol):
     @property
     def names(self) -> Collection[str]: ...
 
-    def shape(self, name: str) -> Shape: ...
+    def shape(self, name: str) -> TensorShape: ...
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         """Rows of the tensor, one below the other, in host memory; each is valid until the next one is asked for."""
@@ -59,13 +58,13 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     return total
 
 
-def _stored_bytes(name: str, shape: Shape, dtype: torch.dtype) -> int:
+def _stored_bytes(name: str, shape: TensorShape, dtype: torch.dtype) -> int:
     if dtype == FP8 and _is_multiplied(name, shape):
         return math.prod(shape) + shape[0] * int(SCALE.itemsize)
     return math.prod(shape) * int(values_dtype(dtype).itemsize)
 
 
-def _is_multiplied(name: str, shape: Shape) -> bool:
+def _is_multiplied(name: str, shape: TensorShape) -> bool:
     return len(shape) == 2 and name != EMBEDDING
 
 
@@ -85,7 +84,7 @@ def check_source(source: Source, spec: ModelSpec) -> None:
 
 
 class Loader:
-    def __init__(self, source: Source, dtype: torch.dtype, device: torch.device, progress: Progress | None) -> None:
+    def __init__(self, source: Source, dtype: torch.dtype, device: torch.device, progress: ByteProgress | None) -> None:
         self._source = source
         self._dtype, self._values = dtype, values_dtype(dtype)
         self._device = device
@@ -161,7 +160,7 @@ class Loader:
             self._progress(self._loaded, self._expected)
 
 
-def _wanted(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
+def _wanted(spec: ModelSpec) -> Iterator[tuple[str, TensorShape]]:
     """Every tensor of the model with its shape."""
     yield from _wanted_beside(spec)
     for index, layer in enumerate(spec.layers):
@@ -169,14 +168,14 @@ def _wanted(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
             yield f"model.layers.{index}.{name}", shape
 
 
-def _wanted_beside(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
+def _wanted_beside(spec: ModelSpec) -> Iterator[tuple[str, TensorShape]]:
     yield EMBEDDING, (spec.n_vocab, spec.n_embd)
     yield NORM, (spec.n_embd,)
     if not spec.tied:
         yield HEAD, (spec.n_vocab, spec.n_embd)
 
 
-def _wanted_in_layer(layer: LayerSpec, n_embd: int) -> Iterator[tuple[str, Shape]]:
+def _wanted_in_layer(layer: LayerSpec, n_embd: int) -> Iterator[tuple[str, TensorShape]]:
     attention, n_ff = layer.attention, layer.feed_forward.size
     yield "input_layernorm.weight", (n_embd,)
     yield "post_attention_layernorm.weight", (n_embd,)

@@ -19,10 +19,10 @@ from torch import Tensor
 from cllm.backends.base import StepResult
 from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import ROW_NUMBERS, HostBatch, batch_on
+from cllm.backends.torch.block_memory import BlockMemory, no_memory
 from cllm.backends.torch.device import choose_operations, choose_sampler
 from cllm.backends.torch.faults import Faults, if_no_room
 from cllm.backends.torch.graphs import DecodeGraphs, Ran
-from cllm.backends.torch.memory import BlockMemory, no_memory
 from cllm.backends.torch.model import Model, Weights
 from cllm.backends.torch.padded_step import PaddedStep
 from cllm.backends.torch.profiling import draws_of_all_kinds, kept_bytes, peak_bytes, whole_prompts
