@@ -209,7 +209,7 @@ class AsyncLLM(LoadedModel):
         or an unknown one."""
         limit = self.prompt_limit(params)
         tokens = self._encode(prompt, limit) if isinstance(prompt, str) else prompt
-        return validate_ids(tokens, limit, self.shape.n_vocab)
+        return validate_ids(tokens, limit, self.spec.n_vocab)
 
     async def compile(self, structure: Structure) -> Grammar:
         """The `grammar` that `submit` takes. Raises `InvalidRequestError` if the structure cannot be compiled."""
@@ -387,7 +387,7 @@ class AsyncLLM(LoadedModel):
             eos_ids=self.tokenizer.eos_ids,
             seed=params.seed if params.seed is not None else secrets.randbits(63),
             max_context=self.max_context,
-            vocab_size=self.shape.n_vocab,
+            vocab_size=self.spec.n_vocab,
             window=self._window_of(params),
             rows=self._row_sampler,
             tenant=tenant,

@@ -250,7 +250,7 @@ class LLM:
     async def _embed_all(self, texts: Sequence[Prompt], dimensions: int | None) -> NDArray[np.float32]:
         if (reason := self._llm.embedder.no_embeddings) is not None:
             raise InvalidRequestError(reason, "model")
-        size = self._llm.shape.n_embd
+        size = self._llm.spec.n_embd
         if dimensions is not None and not (isinstance(dimensions, int) and 1 <= dimensions <= size):
             raise InvalidRequestError(f"dimensions is {dimensions!r}; it must be 1 to {size}", "dimensions")
         encode, ids = self._llm.embedder.encode_text, []

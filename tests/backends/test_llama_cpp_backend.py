@@ -29,6 +29,7 @@ from cllm.loading.facts import facts_of
 from cllm.loading.windows import Windows
 from cllm.machine import MemoryLimit
 from cllm.models.registry import resolve
+from cllm.models.spec import AttentionSpec
 from cllm.offline import LLM
 from step_of import rows_of
 from thorough import slow
@@ -160,10 +161,10 @@ def test_only_chunks_that_want_logits_get_a_row(backend: LlamaCppBackend, prompt
     rows = rows_of(
         backend, [Chunk(prompts[0], 0, False, 3), Chunk(prompts[2], 0, True, 0), Chunk(prompts[1], 0, False, 1)]
     )
-    assert rows.shape == (1, backend.shape.n_vocab)
+    assert rows.shape == (1, backend.spec.n_vocab)
     assert_close(rows[0], alone)
-    assert rows_of(backend, [Chunk(prompts[0], 0, False, 2)]).shape == (0, backend.shape.n_vocab)
-    assert rows_of(backend, []).shape == (0, backend.shape.n_vocab)
+    assert rows_of(backend, [Chunk(prompts[0], 0, False, 2)]).shape == (0, backend.spec.n_vocab)
+    assert rows_of(backend, []).shape == (0, backend.spec.n_vocab)
 
 
 def test_rows_in_the_order_of_slots_are_not_copied(backend: LlamaCppBackend, prompts: list[array[int]]) -> None:
@@ -530,10 +531,10 @@ def test_a_rebuilt_context_is_empty_and_works(backend: LlamaCppBackend, prompts:
 
 
 def test_shape_and_description(backend: LlamaCppBackend) -> None:
-    shape = backend.shape
-    assert (shape.architecture, shape.n_layers, shape.n_embd, shape.context_length) == ("llama", 30, 576, 8192)
-    assert (shape.n_heads, shape.n_kv_heads, shape.head_dim_k, shape.head_dim_v) == (9, 3, 64, 64)
-    assert shape.n_vocab == 49152
+    spec, attention = backend.spec, backend.spec.layers[0].attention
+    assert (spec.architecture, spec.n_layers, spec.n_embd, spec.context_length) == ("llama", 30, 576, 8192)
+    assert attention == AttentionSpec(9, 3, 64, 64)
+    assert spec.n_vocab == 49152
     assert re.fullmatch(
         r"llama\.cpp \((xllamacpp|llama-cpp-python) [\d.]+, [\w ]+, 2 threads, K f16, V f16, flash attention\)",
         backend.describe(),

@@ -329,7 +329,7 @@ async def test_a_file_that_is_another_one_now_is_estimated_anew(tmp_path: Path) 
     llm = await served.acquire(b)
     b.release()
     assert b.estimate.weights > before.weights and b.estimate.token_bytes > before.token_bytes
-    assert llm.shape.n_layers == 5 and b.account is not None and b.account.fixed == b.estimate.weights
+    assert llm.spec.n_layers == 5 and b.account is not None and b.account.fixed == b.estimate.weights
     await served.unload(b)
     write_model(tmp_path / "other", seed=7, n_layers=40).replace(paths[1])
     with pytest.raises(ModelUnavailableError, match=r"b needs .* one context of \d+ tokens: more than the 8 MiB"):

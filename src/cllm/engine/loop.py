@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from cllm.backends.base import Backend
 from cllm.engine.outbox import ATTEMPTS, Deliver, Outbox
-from cllm.engine.plan import Plan
+from cllm.engine.plan import StepPlan
 from cllm.engine.request import FinishReason, Output, Request, RequestState
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.stats import EngineSnapshot, take_snapshot
@@ -405,7 +405,7 @@ class Engine:
                 self.scheduler.requests.finish(request, None, FinishReason.ERROR, error)
         return bool(lost) or self._outbox.waiting
 
-    def _on_planned(self, plan: Plan) -> None:
+    def _on_planned(self, plan: StepPlan) -> None:
         """A step with other sequences than the last one, or a long one, is about to begin: what is published must not
         be older than that."""
         changed = self._published_counts != self._counts()

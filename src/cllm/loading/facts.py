@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cllm.backends.base import Backend, BackendTraits
 from cllm.loading.context import ContextLimit
-from cllm.models.shape import ModelShape
+from cllm.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class ModelFacts:
     file_bytes: int
     """The size of all its files; 0 if there are none."""
     traits: BackendTraits
-    shape: ModelShape
+    spec: ModelSpec
     max_context: int
     context_advice: str
     """For a client whose prompt is longer than that."""
@@ -45,7 +45,7 @@ def facts_of(
         weights=weights,
         file_bytes=file_bytes,
         traits=backend.traits,
-        shape=backend.shape,
+        spec=backend.spec,
         max_context=context.tokens,
         context_advice=context.advice,
         bytes_per_token=bytes_per_token,

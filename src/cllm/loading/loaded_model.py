@@ -19,7 +19,7 @@ from cllm.loading.parts import ModelParts
 from cllm.loading.sampling_defaults import SamplingDefaults
 from cllm.loading.text_parts import TextParts
 from cllm.loading.text_work import TextWork
-from cllm.models.shape import ModelShape
+from cllm.models.spec import ModelSpec
 from cllm.text.template_source import TemplateSource
 from cllm.text.token_limit import TokenLimit
 from cllm.text.tokenizer import Tokenizer
@@ -91,8 +91,8 @@ class LoadedModel:
         return self._prepared.facts
 
     @property
-    def shape(self) -> ModelShape:
-        return self._prepared.facts.shape
+    def spec(self) -> ModelSpec:
+        return self._prepared.facts.spec
 
     @property
     def backend_name(self) -> str:

@@ -103,7 +103,7 @@ def open_model(config: Config, share: ModelShare, before_mapping: Callable[[], N
 
         return OpenedModel(text, open_fake(config), share.kv_bytes)
     files = files_of(model)
-    context_of(config, model.shape)  # before the weights are loaded
+    context_of(config, model.spec)  # before the weights are loaded
     kind = choose_backend(config, model)
     if problems := check_backend_consistency(config, kind):  # those that `backend.type: auto` left open
         raise InvalidConfigError(problems)

@@ -82,9 +82,9 @@ def _build(
     config: Config, opened: OpenedModel, share: ModelShare, row_sampler: RowSampler, workers: Workers
 ) -> ModelParts:
     backend = opened.backend
-    shape = backend.shape
-    token_bytes = kv_bytes_per_token(config.resources, shape)
-    context = min(context_of(config, shape, backend.traits.context_cap), share.context or shape.context_length)
+    spec = backend.spec
+    token_bytes = kv_bytes_per_token(config.resources, spec)
+    context = min(context_of(config, spec, backend.traits.context_cap), share.context or spec.context_length)
     budget = opened.kv_bytes
     if budget is None:
         budget = _fake_bytes(config, token_bytes, context)
@@ -196,8 +196,8 @@ def _slot_memory(config: Config, backend: Backend, budget: int, token_bytes: int
 
 
 def _limit(config: Config, backend: Backend, tokens: int, memory: Memory) -> ContextLimit:
-    allowed = context_of(config, backend.shape, backend.traits.context_cap)
-    return limit_of(config, backend.shape, allowed=allowed, tokens=tokens, memory=memory)
+    allowed = context_of(config, backend.spec, backend.traits.context_cap)
+    return limit_of(config, backend.spec, allowed=allowed, tokens=tokens, memory=memory)
 
 
 def _idle_bytes(config: Config, budget: int, least: int) -> int:

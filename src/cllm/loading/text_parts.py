@@ -44,7 +44,7 @@ def build_text_parts(
     """On another thread than the event loop's. Raises `ModelError` or `ConfigError`."""
     public_name = config.model.alias or facts.name
     dialect = Dialect(examine_template(opened.chat_template, workers), opened.tokenizer, config.chat)
-    n_vocab = facts.shape.n_vocab
+    n_vocab = facts.spec.n_vocab
     work = TextWork(config, workers, opened.tokenizer, opened.chat_template, dialect, opened.model, n_vocab)
     return TextParts(
         facts=facts,

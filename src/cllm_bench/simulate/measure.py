@@ -46,7 +46,7 @@ class RecordingBackend(Backend):
     """Another backend, with every step timed. The first one waits until all requests are there."""
 
     def __init__(self, inner: Backend, clock: Clock) -> None:
-        self.traits, self.shape = inner.traits, inner.shape
+        self.traits, self.spec = inner.traits, inner.spec
         self.steps: list[StepRecord] = []
         self.gate = threading.Event()
         self._inner = inner
@@ -123,7 +123,7 @@ def timed_steps(
                     eos_ids=frozenset(),  # the length is given, so no token ends an answer
                     seed=0,
                     max_context=1 << 30,
-                    vocab_size=backend.shape.n_vocab,
+                    vocab_size=backend.spec.n_vocab,
                 )
             )
         recorder.gate.set()
@@ -155,7 +155,7 @@ def fit_model(model: str, backend: str, repeats: int, file: Path, seed: int) -> 
     runs: list[list[StepRecord]] = []
     with parts.backend, Console(stderr=True).status("") as status:
         for repeat in range(repeats):
-            for prompts in calibration_prompts(parts.backend.shape.n_vocab, seed + repeat):
+            for prompts in calibration_prompts(parts.backend.spec.n_vocab, seed + repeat):
                 status.update(f"{len(prompts)} prompts of {len(prompts[0])} tokens, {repeat + 1} of {repeats}")
                 runs.append(timed_steps(parts.backend, parts.scheduler, prompts))
     description = f"{facts.name} on {parts.backend.describe()}, fitted from measured steps"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from cllm.engine.budget import StepBudget
 from cllm.engine.observer import RequestRecord
 from cllm.engine.params import SamplingParams
-from cllm.engine.plan import Plan
+from cllm.engine.plan import StepPlan
 from cllm.engine.request import Request, Sequence
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.stepper import Stepper
@@ -116,7 +116,7 @@ class SimulatedServer:
         queued += sum(len(sequence.tokens) - sequence.num_computed for sequence in running)
         return ReplicaStats(queued, len(running) + len(waiting))
 
-    def _computed(self, plan: Plan) -> None:
+    def _computed(self, plan: StepPlan) -> None:
         """The clock goes on by what the step took, before its tokens count."""
         self.tally.steps += 1
         self.tally.computed_tokens += plan.prompt_tokens + plan.decode_rows

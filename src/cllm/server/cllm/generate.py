@@ -151,18 +151,18 @@ async def benchmark(body: JsonBody[BenchmarkRequest], request: Request, state: S
 async def model_info(state: State, model: str | None = None) -> ModelInfoReply:
     """The model being served, and what a token of it costs."""
     shown = state.loaded(model)
-    llm, shape, kv = shown.llm, shown.llm.shape, shown.llm.snapshot().kv
+    llm, spec, kv = shown.llm, shown.llm.spec, shown.llm.snapshot().kv
     info = ModelInfo(
         name=shown.served_name,
         backend=llm.backend_name,
-        architecture=shape.architecture,
-        layers=shape.n_layers,
-        embedding_size=shape.n_embd,
-        heads=shape.n_heads,
-        kv_heads=shape.n_kv_heads,
-        vocab_size=shape.n_vocab,
+        architecture=spec.architecture,
+        layers=spec.n_layers,
+        embedding_size=spec.n_embd,
+        heads=spec.layers[0].attention.n_heads,
+        kv_heads=spec.layers[0].attention.n_kv_heads,
+        vocab_size=spec.n_vocab,
         context_length=llm.max_context,
-        trained_context_length=shape.context_length,
+        trained_context_length=spec.context_length,
         kv_layout=kv.layout,
         kv_type_k=shown.config.resources.kv_type_k,
         kv_type_v=shown.config.resources.kv_type_v,

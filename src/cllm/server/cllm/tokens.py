@@ -157,7 +157,7 @@ async def tokenize(body: JsonBody[TokenizeRequest], request: Request, state: Sta
 async def detokenize(body: JsonBody[DetokenizeRequest], request: Request, state: State) -> Response:
     """The text of tokens, with special tokens by name."""
     model = await state.model(body.model, request)
-    size = model.llm.shape.n_vocab
+    size = model.llm.spec.n_vocab
     unknown = next((token for token in body.tokens if token >= size), None)
     if unknown is not None:
         raise InvalidRequestError(f"tokens contains {unknown}; ids go from 0 to {size - 1}", "tokens")

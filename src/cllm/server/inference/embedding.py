@@ -48,7 +48,7 @@ def check_embedding(model: ModelState, dimensions: int | None) -> None:
     """Whether the model makes embeddings, of so many dimensions."""
     if (reason := model.llm.embedder.no_embeddings) is not None:
         raise InvalidRequestError(reason, "model")
-    size = model.llm.shape.n_embd
+    size = model.llm.spec.n_embd
     if dimensions is not None and dimensions > size:
         raise InvalidRequestError(f"dimensions is {dimensions}; embeddings of this model have {size}", "dimensions")
 

@@ -26,7 +26,7 @@ def check_count(state: ServerState, prompts: int, n: int) -> None:
 
 def check_params(model: ModelState, params: SamplingParams) -> None:
     """What `submit` would refuse, for requests that may never be submitted."""
-    check_token_ids(params, model.llm.shape.n_vocab)
+    check_token_ids(params, model.llm.spec.n_vocab)
     check_stop_strings(params.stop)
 
 

@@ -61,7 +61,7 @@ class PromptEncoder:
         encoded = await self._encode_all(inputs, limit, param, encode)
         if truncation is not None:
             encoded = [truncation.cut(ids) for ids in encoded]
-        vocabulary = self._llm.shape.n_vocab
+        vocabulary = self._llm.spec.n_vocab
 
         def check() -> None:
             for number, ids in enumerate(encoded):

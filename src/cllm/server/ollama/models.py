@@ -56,12 +56,12 @@ async def running(state: State) -> dict[str, Any]:
 async def show(body: OllamaBody[ShowRequest], state: State) -> dict[str, Any]:
     """A model's properties."""
     llm = state.loaded(body.shown).llm
-    shape = llm.shape
+    spec = llm.spec
     info = {
-        "general.architecture": shape.architecture,
-        f"{shape.architecture}.context_length": llm.max_context,
-        f"{shape.architecture}.embedding_length": shape.n_embd,
-        f"{shape.architecture}.block_count": shape.n_layers,
+        "general.architecture": spec.architecture,
+        f"{spec.architecture}.context_length": llm.max_context,
+        f"{spec.architecture}.embedding_length": spec.n_embd,
+        f"{spec.architecture}.block_count": spec.n_layers,
     }
     return {
         "template": llm.chat_template.source,
@@ -109,7 +109,7 @@ def _weights_of(files: ModelFiles) -> str:
 
 
 def _details(llm: AsyncLLM | None) -> dict[str, Any]:
-    family = llm.shape.architecture if llm is not None else ""
+    family = llm.spec.architecture if llm is not None else ""
     return {
         "parent_model": "",
         "format": "gguf",
