@@ -85,7 +85,7 @@ class Server(uvicorn.Server):
         interval_s = self._settings.log.efficiency_interval_s
         if isinstance(self._serves, AsyncLLM):
             self._serves.observers.append(RequestLog())
-            return [EfficiencyLog(self._serves.snapshot, interval_s)]
+            return [EfficiencyLog(self._serves.executor.snapshot, interval_s)]
         for served in self._serves.models:
             served.observers.append(RequestLog(served.name))
         return [EfficiencyLog(served.snapshot, interval_s, served.name) for served in self._serves.models]
@@ -133,7 +133,7 @@ class Server(uvicorn.Server):
     def _what_is_served(self) -> str:
         serves = self._serves
         if isinstance(serves, AsyncLLM):
-            return f"{serves.model_name}, {serves.backend_name}"
+            return f"{serves.model_name}, {serves.text.facts.traits.name}"
         loaded = [served.name for served in serves.models if served.ready]
         others = [served.name for served in serves.models if not served.ready]
         parts = ((loaded, "loaded"), (others, "on first use"))

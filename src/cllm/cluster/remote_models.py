@@ -10,7 +10,7 @@ from typing import cast
 from prometheus_client.registry import Collector
 
 from cllm.cluster.collector import ClusterCollector
-from cllm.cluster.remote_llm import RemoteLLM
+from cllm.cluster.remote import RemoteExecutor
 from cllm.config import Config, ModelEntry
 from cllm.errors import ModelBusyError, ModelUnavailableError
 from cllm.kv.ledger import AccountStatus
@@ -22,7 +22,7 @@ from cllm.served.memory import DeviceMemory
 
 
 class RemoteModels(ServedModels):
-    def __init__(self, config: Config, llms: Sequence[RemoteLLM]) -> None:
+    def __init__(self, config: Config, llms: Sequence[AsyncLLM]) -> None:
         """`llms`: those of `config.models`, started. Raises `ConfigError` if two of them have the same name."""
         self.models = [_served(entry, llm) for entry, llm in zip(config.models, llms, strict=True)]
         self._by_name = by_name(self.models)
@@ -49,7 +49,10 @@ class RemoteModels(ServedModels):
         return 0
 
     def metrics(self, prefix: str) -> Collector:
-        return ClusterCollector([partial(llm.metric_families, prefix) for llm in self._llms])
+        executors = [llm.executor for llm in self._llms]
+        return ClusterCollector(
+            [partial(each.metric_families, prefix) for each in executors if isinstance(each, RemoteExecutor)]
+        )
 
     def account_status(self) -> list[AccountStatus]:
         return []
@@ -71,8 +74,8 @@ class RemoteModels(ServedModels):
         )
 
 
-def _served(entry: ModelEntry, llm: RemoteLLM) -> ServedModel:
-    facts, backend = llm.facts, llm.facts.traits.name
+def _served(entry: ModelEntry, llm: AsyncLLM) -> ServedModel:
+    facts, backend = llm.text.facts, llm.text.facts.traits.name
     name = entry.client_name(backend) if backend == "fake" or entry.aliases else facts.name
     about = Estimate(facts.name, cast("Kind", backend), 0, facts.bytes_per_token, facts.max_context, is_elastic=False)
     return ServedModel(

@@ -95,7 +95,7 @@ class ServedModels:
 
     async def refresh(self) -> None:
         """Have the numbers of all models say how things are now."""
-        await asyncio.gather(*(served.llm.refresh() for served in self.models if served.llm is not None))
+        await asyncio.gather(*(served.llm.executor.refresh() for served in self.models if served.llm is not None))
 
     def account_status(self) -> list[AccountStatus]:
         """Memory accounts of all loaded models."""
@@ -296,7 +296,7 @@ class ServedModels:
             context=served.estimate.context,
         )
         llm = AsyncLLM(served.config, share=share, before_mapping=self._before_mapping)
-        llm.observers = served.observers
+        llm.executor.observers = served.observers
         await llm.start()
         served.llm = llm
         return llm

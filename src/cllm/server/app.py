@@ -162,7 +162,7 @@ def _openapi(app: FastAPI, state: ServerState) -> dict[str, Any]:
     if app.openapi_schema is None:
         server = state.config.server
         one = state.one.llm if state.one is not None else None
-        vocab_size = one.shape.n_vocab if one is not None and one.ready else None
+        vocab_size = one.text.shape.n_vocab if one is not None and one.ready else None
         schema = describe(app, server, vocab_size, with_key=server.needs_key, several=one is None)
         if one is not None and vocab_size is None:
             return schema

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from cllm.backends.base import Backend, Chunk, StepResult
 from cllm.engine.loop import Engine
 from cllm.engine.params import SamplingParams
-from cllm.engine.request import Output, build_request
+from cllm.engine.request import Output, Terms, build_request
 from cllm.engine.scheduler import Scheduler
+from cllm.engine.submission import Submission
 from cllm.errors import BackendError, CLLMError
 from cllm.kv.manager import KVManager
 from cllm.kv.ops import BlockOps, Geometry, SlotOps
@@ -190,16 +191,9 @@ class LiveRun:
         params = SamplingParams(max_tokens=turn.answer, temperature=0.0)
         self._engine.submit(
             build_request(
-                key,
-                prompt,
-                params,
+                Submission(prompt, params, key),
+                Terms(1 << 30, self._recorder.shape.n_vocab),  # the length is given, so no token ends an answer
                 arrival=self._sent[key],
-                timeout_s=1e9,
-                priority=0,
-                eos_ids=frozenset(),  # the length is given, so no token ends an answer
-                seed=0,
-                max_context=1 << 30,
-                vocab_size=self._recorder.shape.n_vocab,
             )
         )
 

@@ -172,7 +172,7 @@ async def equal_answers(bench: Bench, turns: Turns) -> Measures:
 
 def traffic(bench: Bench) -> Measures:
     """What went between the host and the GPU, and how fast while it went."""
-    kv = bench.llm.kv()
+    kv = bench.llm.executor.kv()
     speeds = kv["details"]["host"] or {}
     rates = {key: speeds[key] for key in ("out_bytes_per_s", "in_bytes_per_s") if key in speeds}
     return {**kv["host"], **rates}

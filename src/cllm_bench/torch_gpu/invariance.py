@@ -37,7 +37,7 @@ async def invariance(place: Place, keep: Keep) -> None:
     settings = {"resources__kv_cache_max_memory_mb": small, "scheduler__max_step_tokens": 96, **INVARIANT}
     async with engine(place.settings_for("8B", **settings)) as bench:
         crowded = (await bench.ask(*requests)).answers
-        preempted = bench.llm.snapshot().preemptions
+        preempted = bench.llm.executor.snapshot().preemptions
         keep("invariant in a small pool", _differing(together, crowded) | {"preemptions": preempted, "pool_mb": small})
     async with engine(place.settings_for("8B")) as bench:
         keep("fast against invariant", await _agreement(bench, texts, written))

@@ -37,7 +37,7 @@ LONG_KEYS = _list_of(
 
 async def _streams(bench: Bench, place: Place, schema: str | None) -> Measures:
     structure = None if schema is None else Structure("json_schema", schema)
-    grammar = None if structure is None else await bench.llm.compile(structure)
+    grammar = None if structure is None else await bench.llm.text.compile(structure)
     params = replace(greedy(place.sizes.stream_out), structured=structure)
     runs = []
     for repeat in range(place.sizes.repeats + 1):  # the first one warms up

@@ -149,7 +149,7 @@ class Bench:
         return await self.ask(prompts, [greedy(tokens)] * len(prompts))
 
     def prompts(self, count: int, length: int, seed: str) -> list[list[int]]:
-        return random_prompts(self.llm.shape.n_vocab, count, length, seed)
+        return random_prompts(self.llm.text.shape.n_vocab, count, length, seed)
 
 
 async def _read(generation: Any) -> list[int]:

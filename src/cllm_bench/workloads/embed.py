@@ -12,8 +12,10 @@ from typing import Any
 
 from cllm.config import load_config
 from cllm.engine.params import SamplingParams
+from cllm.engine.submission import Submission
 from cllm.engine.tenant import Tenant
 from cllm.llm import AsyncLLM
+from cllm.loading.embedder import EMBEDDING
 from cllm.tasks.embedding import EmbeddingJob
 from cllm_bench.figures import OURS, Figure, Run, own
 from cllm_bench.workloads.base import SETTLE_S, LocalWorkload, Setup, busy_at_rest
@@ -93,7 +95,7 @@ class _Side:
         return Tenant(space=self._random.randbytes(8))
 
     def _ids(self, tokens: int) -> list[int]:
-        return self._random.choices(range(self._llm.shape.n_vocab // 2), k=tokens)
+        return self._random.choices(range(self._llm.text.shape.n_vocab // 2), k=tokens)
 
     def _texts(self, count: int, tokens: int) -> Sequence[Sequence[int]]:
         return [self._ids(tokens) for _ in range(count)]
@@ -102,8 +104,10 @@ class _Side:
         """Tokens a second."""
         await asyncio.sleep(SETTLE_S)
         texts = self._texts(count, tokens)
+        tenant = self._stranger()
         start = perf_counter()
-        await EmbeddingJob(self._llm, texts, tenant=self._stranger()).compute()
+        asked = [Submission(text, EMBEDDING, tenant=tenant, embeds=True) for text in texts]
+        await EmbeddingJob(self._llm, asked).compute()
         return count * tokens / (perf_counter() - start)
 
     async def prefill(self, count: int, tokens: int) -> float:

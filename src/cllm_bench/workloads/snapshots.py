@@ -16,12 +16,13 @@ from cllm.backends.fake import FakeBackend
 from cllm.engine.budget import StepBudget
 from cllm.engine.loop import Engine
 from cllm.engine.params import SamplingParams
-from cllm.engine.request import Request, build_request
+from cllm.engine.request import Request, Terms, build_request
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.stats import EngineSnapshot
+from cllm.engine.submission import Submission
+from cllm.executor import GIL_SWITCH_S
 from cllm.kv.ops import BlockGeometry, BlockOps
 from cllm.kv.paged.manager import PagedKVManager
-from cllm.llm import GIL_SWITCH_S
 from cllm_bench.figures import OURS, Curve, Figure, Metrics, Run, own
 from cllm_bench.stats import percentile
 from cllm_bench.workloads.base import LocalWorkload, Setup, busy_at_rest
@@ -217,17 +218,9 @@ def _scheduler(backend: FakeBackend, running: int) -> Scheduler:
 
 
 def _endless_request(index: int) -> Request:
+    params = SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True)
     return build_request(
-        f"request-{index}",
-        [index + 1] * 8,
-        SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True),
-        arrival=monotonic(),
-        timeout_s=3600.0,
-        priority=0,
-        eos_ids=frozenset(),
-        seed=index,
-        max_context=1 << 15,
-        vocab_size=320,
+        Submission([index + 1] * 8, params, f"request-{index}"), Terms(1 << 15, 320), arrival=monotonic()
     )
 
 

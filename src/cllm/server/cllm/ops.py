@@ -72,9 +72,9 @@ async def kv(state: State, model: str | None = None) -> dict[str, Any]:
     await state.serves.refresh()
     several = state.several
     if several is None:
-        return state.loaded(model).llm.kv()
+        return state.loaded(model).llm.executor.kv()
     shown = model or next((served.name for served in several.models if served.ready), None)
-    content = {} if shown is None else state.loaded(shown).llm.kv()
+    content = {} if shown is None else state.loaded(shown).llm.executor.kv()
     return {"model": None if shown is None else state.find(shown).name, **content, "models": _models(several)}
 
 
