@@ -24,9 +24,8 @@ from cllm.engine.params import SamplingParams
 from cllm.errors import BackendError, ConfigError, ModelError, StepAbortedError, UnsupportedOperationError
 from cllm.kv.ops import BlockGeometry, SlotGeometry, SlotOps
 from cllm.kv.sizing import CPU_KV_TYPES
-from cllm.loading.context import ContextLimit
-from cllm.loading.facts import facts_of
-from cllm.loading.windows import Windows
+from cllm.loading.facts import ModelFacts
+from cllm.loading.text_model import configured_window
 from cllm.machine import MemoryLimit
 from cllm.models.registry import resolve
 from cllm.models.spec import AttentionSpec
@@ -433,13 +432,13 @@ def test_a_range_in_the_middle_is_cut_out(backend: LlamaCppBackend) -> None:
 def test_windows_are_refused_for_keys_that_would_not_survive_them(type_k: str, type_v: str) -> None:
     with make(kv_type_k=type_k, kv_type_v=type_v) as backend:
         backend.allocate(SlotGeometry(1, 256))
-        facts = facts_of("m", "", backend, context=ContextLimit(256, "", ""), bytes_per_token=1, unit_tokens=1)
+        facts = ModelFacts("m", "", 0, backend.traits, backend.shape, 256, "", bytes_per_token=1, unit_tokens=1)
         asked = WindowConfig(recent=64)
         if type_k != "q4_0":
-            assert Windows(asked, facts).of(None) is not None
+            assert configured_window(asked, facts) is not None
             return
         with pytest.raises(ConfigError, match=r"kv\.window: .*4-bit keys do not survive; set resources\.kv_type_k to"):
-            Windows(asked, facts)
+            configured_window(asked, facts)
         with pytest.raises(UnsupportedOperationError, match="4-bit keys"):
             backend.ops.shift(0, 0, None, 1)
 
@@ -620,5 +619,5 @@ def test_without_drafts_no_rows_of_logits_are_reserved_for_them() -> None:
             backend.allocate(SlotGeometry(SLOTS, SLOT_TOKENS))
             assert backend._live().most_rows == rows
     with LLM("smollm2", backend="llama_cpp", settings={"drafts.enabled": False}) as llm:
-        engine = llm._llm._engine
+        engine = llm._llm.executor.engine
         assert engine is not None and engine.backend.traits.most_drafts == 0

@@ -335,9 +335,9 @@ async def test_a_stop_string_among_accepted_tokens_ends_the_answer_there() -> No
         llm = AsyncLLM(config)
         await llm.start()
         try:
-            assert llm._engine is not None
-            scheduler = llm._engine.scheduler
-            most = llm._engine.backend.traits.most_drafts
+            assert llm.executor.engine is not None
+            scheduler = llm.executor.engine.scheduler
+            most = llm.executor.engine.backend.traits.most_drafts
             draft_with(scheduler, Drafting(oracle(longest=16), most) if drafts else None)
             params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, stop=stop, logprobs=1)
             generation = llm.submit([104, 105, 33], params)

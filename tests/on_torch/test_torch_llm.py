@@ -77,7 +77,7 @@ def generated(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREED
 
 
 def engine_of(llm: LLM) -> Any:
-    return llm._llm._engine
+    return llm._llm.executor.engine
 
 
 def empty_cache(llm: LLM) -> None:

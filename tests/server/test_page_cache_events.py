@@ -73,12 +73,12 @@ async def test_the_stream_tells_every_block_that_is_stored_and_removed() -> None
 
 
 def _counted(llm: AsyncLLM) -> tuple[int, int]:
-    kv = llm.kv()
+    kv = llm.executor.kv()
     return kv["blocks_stored"], kv["blocks_removed"]
 
 
 def _ends(llm: AsyncLLM) -> list[bytes]:
-    kv = llm._loaded.scheduler.kv
+    kv = llm.executor.parts.scheduler.kv
     assert isinstance(kv, PagedKVManager)
     return [node.names[-1] for node in kv.arena.prefixes.tree.nodes()]
 
@@ -114,7 +114,7 @@ async def test_pins_are_in_the_stream_by_the_number_of_their_prefix() -> None:
 
 async def test_a_listener_goes_with_the_last_watcher() -> None:
     async with page_of() as (llm, app):
-        kv = llm._loaded.scheduler.kv
+        kv = llm.executor.parts.scheduler.kv
         assert isinstance(kv, PagedKVManager)
         listeners = kv.arena.events._listeners
         async with reading(app.url) as events:

@@ -46,7 +46,7 @@ def llm_with(path: Path, **server: Any) -> ScriptedLLM:
 async def tenant_seen(llm: ScriptedLLM, key: str) -> Any:
     async with client_for(llm) as client:
         assert (await client.post("/v1/completions", json=PROMPT, headers=bearer(key))).status_code == 200
-    return llm.options[-1]["tenant"]
+    return llm.submissions[-1].tenant
 
 
 # -- who is let in -------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ async def test_a_client_cannot_choose_its_space(path: Path, keys: dict[str, str]
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
         sent = {**bearer(keys["ann"]), f"x-{field}": "bob", "x-request-id": "bob"}
         await client.post("/v1/completions", json={**PROMPT, "user": "bob"}, headers=sent)
-    assert llm.options[-1]["tenant"].name == "ann"
+    assert llm.submissions[-1].tenant.name == "ann"
 
 
 @asynccontextmanager

@@ -79,7 +79,12 @@ async def _generate(config: Config, prompt: str, params: SamplingParams, json_fi
 
     async with AsyncLLM(config, before_mapping=explain_bus_errors) as llm:
         (completion,) = await llm.submit(prompt, params).collect(on_delta=write)
-        result = {"model": llm.model_name, "backend": llm.backend_name, "prompt": prompt, **as_json(completion)}
+        result = {
+            "model": llm.model_name,
+            "backend": llm.text.facts.traits.name,
+            "prompt": prompt,
+            **as_json(completion),
+        }
     if not json_on_stdout:
         print()
     print_status(statistics(completion))

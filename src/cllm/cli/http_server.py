@@ -130,7 +130,7 @@ class Server(uvicorn.Server):
     def _what_is_served(self) -> str:
         serves = self._serves
         if serves.sharing is None and serves.default.llm is not None:
-            return f"{serves.default.name}, {serves.default.llm.backend_name}"
+            return f"{serves.default.name}, {serves.default.llm.text.facts.traits.name}"
         loaded = [served.name for served in serves.models if served.ready]
         others = [served.name for served in serves.models if not served.ready]
         parts = ((loaded, "loaded"), (others, "on first use"))

@@ -7,24 +7,28 @@ from functools import partial
 from typing import cast
 
 from cllm.cluster.collector import ClusterCollector
-from cllm.cluster.remote_llm import RemoteLLM
+from cllm.cluster.remote import RemoteExecutor
 from cllm.config import Config, ModelEntry
 from cllm.errors import ModelBusyError, ModelUnavailableError
 from cllm.kv.ledger import AccountStatus
+from cllm.llm import AsyncLLM
 from cllm.loading.estimate import Estimate, Kind
 from cllm.served import FixedModels, ServedModel, only_model
 from cllm.served.entries import by_name
 
 
-def remote_models(config: Config, llms: Sequence[RemoteLLM]) -> FixedModels:
+def remote_models(config: Config, llms: Sequence[AsyncLLM]) -> FixedModels:
     """`llms`: those of `config.models`, started. Raises `ConfigError` if two of them have the same name."""
     if not config.models:
         return only_model(llms[0], config)
     models = [_served(entry, llm) for entry, llm in zip(config.models, llms, strict=True)]
+    executors = [llm.executor for llm in llms]
     return FixedModels(
         models,
         by_name(models).get,
-        lambda prefix: ClusterCollector([partial(llm.metric_families, prefix) for llm in llms]),
+        lambda prefix: ClusterCollector(
+            [partial(each.metric_families, prefix) for each in executors if isinstance(each, RemoteExecutor)]
+        ),
         _NothingShared(),
     )
 
@@ -48,8 +52,8 @@ class _NothingShared:
         )
 
 
-def _served(entry: ModelEntry, llm: RemoteLLM) -> ServedModel:
-    facts, backend = llm.facts, llm.facts.traits.name
+def _served(entry: ModelEntry, llm: AsyncLLM) -> ServedModel:
+    facts, backend = llm.text.facts, llm.text.facts.traits.name
     name = entry.client_name(backend) if backend == "fake" or entry.aliases else facts.name
     about = Estimate(facts.name, cast("Kind", backend), 0, facts.bytes_per_token, facts.max_context, is_elastic=False)
     return ServedModel(

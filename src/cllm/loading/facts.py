@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cllm.backends.base import Backend, BackendTraits
-from cllm.loading.context import ContextLimit
+from cllm.backends.base import BackendTraits
 from cllm.models.spec import ModelSpec
 
 
@@ -27,27 +26,3 @@ class ModelFacts:
     bytes_per_token: int
     unit_tokens: int
     """The smallest piece of K/V memory."""
-
-
-def facts_of(
-    name: str,
-    weights: str,
-    backend: Backend,
-    *,
-    context: ContextLimit,
-    bytes_per_token: int,
-    unit_tokens: int,
-    file_bytes: int = 0,
-) -> ModelFacts:
-    """Once the backend has its K/V memory."""
-    return ModelFacts(
-        name=name,
-        weights=weights,
-        file_bytes=file_bytes,
-        traits=backend.traits,
-        spec=backend.spec,
-        max_context=context.tokens,
-        context_advice=context.advice,
-        bytes_per_token=bytes_per_token,
-        unit_tokens=unit_tokens,
-    )

@@ -95,7 +95,7 @@ class ServedModel:
             self.last_used = time.monotonic()
 
     def snapshot(self) -> EngineSnapshot | None:
-        return self.llm.snapshot() if self.llm is not None and self.ready else None
+        return self.llm.executor.snapshot() if self.llm is not None and self.ready else None
 
     def release(self) -> None:
         """The end of an `acquire`."""

@@ -288,7 +288,7 @@ class ServedModels(ModelSet):
             context=served.estimate.context,
         )
         llm = AsyncLLM(served.config, share=share, before_mapping=self._before_mapping)
-        llm.observers = served.observers
+        llm.executor.observers = served.observers
         await llm.start()
         served.llm = llm
         return llm

@@ -156,7 +156,7 @@ def _openapi(app: FastAPI, state: ServerState) -> dict[str, Any]:
     """Cached once the model is loaded. Several models have no vocabulary in common."""
     if app.openapi_schema is None:
         several, llm = state.serves.sharing is not None, state.serves.default.llm
-        vocab_size = llm.spec.n_vocab if not several and llm is not None and llm.ready else None
+        vocab_size = llm.text.spec.n_vocab if not several and llm is not None and llm.ready else None
         schema = describe(app, REQUESTS, state.config.server, vocab_size)
         if not several and vocab_size is None:
             return schema

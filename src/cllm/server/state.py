@@ -89,7 +89,7 @@ class ServerState:
 
     async def warm_up(self, model: ModelState) -> None:
         """Compute `kv.warm`. The replicas of a cluster do that themselves."""
-        if model.llm.replicas() is None:
+        if model.llm.executor.replicas() is None:
             await warm_up(model.llm, model.config.kv.warm, self.warm_tenant)
 
     async def model(self, name: str | None, request: Request, timeout_s: float | None = None) -> ModelState:

@@ -16,8 +16,9 @@ from cllm.backends.base import Backend, Chunk, StepResult
 from cllm.config import load_config
 from cllm.engine.loop import Engine
 from cllm.engine.params import SamplingParams
-from cllm.engine.request import Output, build_request
+from cllm.engine.request import Output, Terms, build_request
 from cllm.engine.scheduler import Scheduler
+from cllm.engine.submission import Submission
 from cllm.errors import BackendError, CLLMError
 from cllm.kv.ops import BlockOps, Geometry, SlotOps
 from cllm.loading.parts import load_model
@@ -114,16 +115,9 @@ def timed_steps(
         for number, prompt in enumerate(prompts):
             engine.submit(
                 build_request(
-                    str(number),
-                    prompt,
-                    SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0),
+                    Submission(prompt, SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0), str(number)),
+                    Terms(1 << 30, backend.spec.n_vocab),  # the length is given, so no token ends an answer
                     arrival=clock(),
-                    timeout_s=1e9,
-                    priority=0,
-                    eos_ids=frozenset(),  # the length is given, so no token ends an answer
-                    seed=0,
-                    max_context=1 << 30,
-                    vocab_size=backend.spec.n_vocab,
                 )
             )
         recorder.gate.set()

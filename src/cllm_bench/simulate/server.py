@@ -14,6 +14,7 @@ from cllm.engine.plan import StepPlan
 from cllm.engine.request import Request, Sequence
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.stepper import Stepper
+from cllm.engine.submission import Submission
 from cllm.kv.ops import BlockGeometry
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.routing.policy import ReplicaStats
@@ -94,7 +95,8 @@ class SimulatedServer:
             return
         self.submitted += 1
         key = str(self.submitted)
-        request = Request(key, spell(traced.prompt), _PARAMS, arrival=arrival, deadline=arrival + self._timeout_s)
+        submission = Submission(spell(traced.prompt), _PARAMS, key)
+        request = Request(submission, arrival=arrival, deadline=arrival + self._timeout_s)
         limit = len(request.prompt) + traced.answer_length
         request.sequences.append(Sequence(request, 0, TracedAnswer(traced.answer), limit))  # type: ignore[arg-type]
         self._live[key] = traced

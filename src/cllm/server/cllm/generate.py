@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
 
+from cllm.engine.submission import Submission
 from cllm.generation import Completion
 from cllm.server.cllm.benchmark import run_benchmark
 from cllm.server.cllm.generate_schema import (
@@ -36,11 +37,11 @@ from cllm.server.http.response import (
     unless_gone,
 )
 from cllm.server.inference.pins import pins_of
-from cllm.server.inference.streams import CompletionStream, collect
+from cllm.server.inference.streams import CompletionStream, collect, sent_by
 from cllm.server.schema.body import JsonBody
 from cllm.server.schema.replies import error_responses, event_stream
 from cllm.server.schema.structure import compiled
-from cllm.server.state import ServerState, State, session_of, tenant_of, time_left
+from cllm.server.state import ServerState, State, tenant_of
 from cllm.text.token_limit import TokenLimit
 
 if TYPE_CHECKING:
@@ -151,25 +152,25 @@ async def benchmark(body: JsonBody[BenchmarkRequest], request: Request, state: S
 async def model_info(state: State, model: str | None = None) -> ModelInfoReply:
     """The model being served, and what a token of it costs."""
     shown = state.loaded(model)
-    llm, spec, kv = shown.llm, shown.llm.spec, shown.llm.snapshot().kv
+    llm, spec, kv = shown.llm, shown.llm.text.spec, shown.llm.executor.snapshot().kv
     info = ModelInfo(
         name=shown.served_name,
-        backend=llm.backend_name,
+        backend=llm.text.facts.traits.name,
         architecture=spec.architecture,
         layers=spec.n_layers,
         embedding_size=spec.n_embd,
         heads=spec.layers[0].attention.n_heads,
         kv_heads=spec.layers[0].attention.n_kv_heads,
         vocab_size=spec.n_vocab,
-        context_length=llm.max_context,
+        context_length=llm.text.max_context,
         trained_context_length=spec.context_length,
         kv_layout=kv.layout,
         kv_type_k=shown.config.resources.kv_type_k,
         kv_type_v=shown.config.resources.kv_type_v,
         kv_bytes_per_token=kv.bytes_per_unit // kv.unit_tokens,
         kv_bytes_total=kv.total * kv.bytes_per_unit,
-        sampling_defaults=dict(llm.sampling_defaults.values),
-        sampling_defaults_from=dict(llm.sampling_defaults.sources),
+        sampling_defaults=dict(llm.text.sampling_defaults.values),
+        sampling_defaults_from=dict(llm.text.sampling_defaults.sources),
     )
     return ModelInfoReply(data=info)
 
@@ -187,16 +188,7 @@ async def _prepare(body: GenerateRequest, request: Request, state: ServerState) 
     params = body.sampling(max_tokens=max_tokens)
     model = await state.model(body.model, request, body.timeout)
     prompt = await model.encoder.encode_prompt(body.prompt, params)
-    completions = CompletionStream(
-        model.llm,
-        [prompt],
-        params,
-        request_id=run.id,
-        priority=body.priority,
-        timeout_s=time_left(request, model, body.timeout),
-        session=session_of(request),
-        tenant=tenant_of(request),
-        pins=[pins_of(model, body.cache_control, prompt)],
-        grammar=await compiled(model.llm, params),
-    )
-    return run, completions
+    pins, grammar = pins_of(model, body.cache_control, prompt), await compiled(model.llm, params)
+    asked = Submission(prompt, params, pins=pins, grammar=grammar)
+    sent = sent_by(request, model, [asked], run.id, priority=body.priority, timeout=body.timeout)
+    return run, CompletionStream(model.llm, sent)

@@ -71,9 +71,9 @@ async def kv(state: State, model: str | None = None) -> dict[str, Any]:
     await state.serves.refresh()
     sharing = state.serves.sharing
     if sharing is None:
-        return state.loaded(model).llm.kv()
+        return state.loaded(model).llm.executor.kv()
     shown = model or next((name for name, _ in state.running()), None)
-    content = {} if shown is None else state.loaded(shown).llm.kv()
+    content = {} if shown is None else state.loaded(shown).llm.executor.kv()
     name = None if shown is None else state.find(shown).name
     return {"model": name, **content, "models": _models(sharing, state.serves.models)}
 

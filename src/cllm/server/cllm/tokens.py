@@ -150,14 +150,14 @@ async def tokenize(body: JsonBody[TokenizeRequest], request: Request, state: Sta
     """The tokens of a text or a chat."""
     model = await state.model(body.model, request)
     tokens = await _tokens_of(body, request, state, model)
-    return SlicedJsonResponse(_tokenize_pieces(body, tokens, model.llm.tokenizer, model.llm.max_context))
+    return SlicedJsonResponse(_tokenize_pieces(body, tokens, model.llm.text.tokenizer, model.llm.text.max_context))
 
 
 @router.post("/detokenize", response_model=DetokenizeReply, responses=_ERRORS)
 async def detokenize(body: JsonBody[DetokenizeRequest], request: Request, state: State) -> Response:
     """The text of tokens, with special tokens by name."""
     model = await state.model(body.model, request)
-    size = model.llm.spec.n_vocab
+    size = model.llm.text.spec.n_vocab
     unknown = next((token for token in body.tokens if token >= size), None)
     if unknown is not None:
         raise InvalidRequestError(f"tokens contains {unknown}; ids go from 0 to {size - 1}", "tokens")
@@ -187,10 +187,10 @@ async def count_chat(body: JsonBody[ChatRequest], request: Request, state: State
 async def tokenizer_info(state: State, model: str | None = None) -> TokenizerInfo:
     """The tokenizer's properties, as in a Hugging Face tokenizer_config.json."""
     shown = state.loaded(model)
-    tokenizer, template = shown.llm.tokenizer, shown.llm.chat_template
+    tokenizer, template = shown.llm.text.tokenizer, shown.llm.text.chat_template
     return TokenizerInfo(
         tokenizer_class="PreTrainedTokenizerFast",
-        model_max_length=shown.llm.max_context,
+        model_max_length=shown.llm.text.max_context,
         vocab_size=tokenizer.vocab_size,
         add_bos_token=tokenizer.add_bos,
         bos_token=template.bos or None,

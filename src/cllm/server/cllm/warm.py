@@ -9,7 +9,9 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from cllm.engine.submission import Submission
 from cllm.engine.tenant import Tenant
+from cllm.llm import ONE_TOKEN
 from cllm.server.errors import ApiError
 from cllm.server.http.response import unless_gone
 from cllm.server.middleware import not_the_operator
@@ -18,6 +20,7 @@ from cllm.server.schema.messages import Messages
 from cllm.server.schema.replies import ErrorReply, error_responses
 from cllm.server.schema.validation import RequestModel, Words, refusal
 from cllm.server.state import ServerState, State, is_operator, tenant_of
+from cllm.tasks.warm import pin_mark
 
 if TYPE_CHECKING:
     from cllm.llm import AsyncLLM
@@ -99,16 +102,9 @@ async def warm_prefix(body: JsonBody[WarmRequest], request: Request, state: Stat
     else:
         assert body.prompt is not None
         prompt = await model.encoder.encode_prompt(body.prompt)
-    work = model.llm.warm(
-        prompt,
-        pin=body.pin,
-        ttl_s=ttl_s,
-        tenant=tenant,
-        request_id=f"warm-{request.state.unique_id}",
-        priority=0,
-        source="warm" if is_operator(request) else "request",
-    )
-    done = await unless_gone(request.receive, work)
+    pins = [pin_mark(prompt, ttl_s, "warm" if is_operator(request) else "request")] if body.pin else []
+    asked = Submission(prompt, ONE_TOKEN, f"warm-{request.state.unique_id}", tenant=tenant, pins=pins)
+    done = await unless_gone(request.receive, model.llm.warm(asked))
     if done.refusal is not None:
         raise ApiError(
             409,
@@ -131,7 +127,7 @@ async def warm_prefix(body: JsonBody[WarmRequest], request: Request, state: Stat
 async def unpin(pin_id: str, request: Request, state: State, model: str | None = None) -> Response:
     """Remove a pin: the operator any, others their own. What it held stays cached like anything else."""
     space = None if is_operator(request) else tenant_of(request).space
-    if not await state.loaded(model).llm.unpin(pin_id, space):
+    if not await state.loaded(model).llm.executor.unpin(pin_id, space):
         hint = "; GET /kv lists them" if is_operator(request) else ""
         raise ApiError(404, f"Unknown or expired pin{hint}.", code="pin_not_found")
     return Response(status_code=204)

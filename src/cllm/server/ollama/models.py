@@ -47,7 +47,8 @@ async def running(state: State) -> dict[str, Any]:
     shown = {"expires_at": _NEVER, "size_vram": 0}
     return {
         "models": [
-            {**await _listed(name, llm), **shown, "context_length": llm.max_context} for name, llm in state.running()
+            {**await _listed(name, llm), **shown, "context_length": llm.text.max_context}
+            for name, llm in state.running()
         ]
     }
 
@@ -56,15 +57,15 @@ async def running(state: State) -> dict[str, Any]:
 async def show(body: OllamaBody[ShowRequest], state: State) -> dict[str, Any]:
     """A model's properties."""
     llm = state.loaded(body.shown).llm
-    spec = llm.spec
+    spec = llm.text.spec
     info = {
         "general.architecture": spec.architecture,
-        f"{spec.architecture}.context_length": llm.max_context,
+        f"{spec.architecture}.context_length": llm.text.max_context,
         f"{spec.architecture}.embedding_length": spec.n_embd,
         f"{spec.architecture}.block_count": spec.n_layers,
     }
     return {
-        "template": llm.chat_template.source,
+        "template": llm.text.chat_template.source,
         "details": _details(llm),
         "model_info": info,
         "capabilities": _capabilities(llm),
@@ -93,7 +94,7 @@ async def _listed(name: str, llm: AsyncLLM | None, files: ModelFiles | None = No
     """`files`: of a model that may not be loaded."""
     size, weights = 0, ""
     if llm is not None:
-        size, weights = llm.facts.file_bytes, llm.facts.weights
+        size, weights = llm.text.facts.file_bytes, llm.text.facts.weights
     elif files is not None:
         size, weights = files.size, await asyncio.to_thread(_weights_of, files)
     digest = sha256(weights.encode()).hexdigest() if weights else ""
@@ -109,7 +110,7 @@ def _weights_of(files: ModelFiles) -> str:
 
 
 def _details(llm: AsyncLLM | None) -> dict[str, Any]:
-    family = llm.spec.architecture if llm is not None else ""
+    family = llm.text.spec.architecture if llm is not None else ""
     return {
         "parent_model": "",
         "format": "gguf",
@@ -122,13 +123,13 @@ def _details(llm: AsyncLLM | None) -> dict[str, Any]:
 
 def _capabilities(llm: AsyncLLM) -> list[str]:
     """In Ollama's words."""
-    answers = llm.facts.traits.no_answers is None
+    answers = llm.text.facts.traits.no_answers is None
     has = {
         "completion": answers,
         "tools": answers,
-        "insert": answers and llm.tokenizer.infill is not None,
-        "thinking": answers and llm.dialect.marks is not None,
-        "embedding": llm.embedder.no_embeddings is None,
+        "insert": answers and llm.text.tokenizer.infill is not None,
+        "thinking": answers and llm.text.dialect.marks is not None,
+        "embedding": llm.text.embedder.no_embeddings is None,
     }
     return [name for name, there in has.items() if there]
 

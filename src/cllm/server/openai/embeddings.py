@@ -47,7 +47,7 @@ async def embeddings(body: JsonBody[EmbeddingRequest], request: Request, state: 
 async def rerank(body: JsonBody[RerankRequest], request: Request, state: State) -> Response:
     """How well each document answers a query, best first. With `texts`: a list, as in Text Embeddings Inference."""
     model = await state.model(body.model, request, body.timeout)
-    if (reason := model.llm.embedder.no_ranking) is not None:
+    if (reason := model.llm.text.embedder.no_ranking) is not None:
         raise InvalidRequestError(reason, "model")
     documents = body.contents
     texts = await model.encoder.encode_pairs(body.query, documents)
@@ -76,7 +76,7 @@ async def _open(body: EmbeddingRequest, request: Request, model: ModelState) -> 
         )
     check_embedding(model, body.dimensions)
     cut = None if body.truncation is None else body.truncation.checked(model.llm, EMBEDDING)
-    limit = model.llm.prompt_limit(EMBEDDING) if cut is None else cut.reading_limit(model.config)
+    limit = model.llm.text.prompt_limit(EMBEDDING) if cut is None else cut.reading_limit(model.config)
     options = PromptOptions(
         arguments=body.chat_template_kwargs or {},
         asks=bool(body.add_generation_prompt),

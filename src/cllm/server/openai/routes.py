@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 
+from cllm.engine.submission import Submission
 from cllm.generation import Completion
 from cllm.server.anthropic.replies import AnthropicModel, AnthropicModels
 from cllm.server.http.response import DeltaSource, EventStream, SlicedEventStream, SlicedJsonResponse, unless_gone
 from cllm.server.inference.chat import ChatInput, open_chat
 from cllm.server.inference.limits import check_count, check_logprobs
 from cllm.server.inference.pins import pins_of
-from cllm.server.inference.streams import BATCH, CompletionStream, Head, collect
+from cllm.server.inference.streams import BATCH, CompletionStream, Head, collect, sent_by
 from cllm.server.inference.tokenization import each_prompt
 from cllm.server.openai.logprobs import PromptReport, TokenForm
 from cllm.server.openai.render import (
@@ -35,13 +36,11 @@ from cllm.server.schema.messages import marks_in
 from cllm.server.schema.replies import ErrorReply, error_responses, event_stream
 from cllm.server.schema.structure import compiled
 from cllm.server.schema.tools import allowed_of, choice_of
-from cllm.server.state import ModelState, ServerState, State, is_operator, session_of, tenant_of, time_left
+from cllm.server.state import ModelState, ServerState, State, is_operator
 
 if TYPE_CHECKING:
     from cllm.engine.params import SamplingParams
-    from cllm.kv.pins import PinMark
     from cllm.served import ServedModel
-    from cllm.structured.matcher import Grammar
 
 log = logging.getLogger("cllm.server")
 
@@ -82,9 +81,13 @@ async def completions(body: JsonBody[CompletionRequest], request: Request, state
     echoes = await _echoes(model, shown, n) if body.echo else {}
     head = _head(request, model, "cmpl")
     batch = 1 if max(map(len, echoes.values()), default=0) > _LONG_ECHO else BATCH
-    pins = [pins_of(model, body.cache_control, prompt) for prompt in prompts]
     grammar = await compiled(model.llm, params)
-    completions = _completions(request, model, body, prompts, params, head.id, pins, grammar, batch)
+    asked = [
+        Submission(each, params, pins=pins_of(model, body.cache_control, each), grammar=grammar) for each in prompts
+    ]
+    _log_user(body, head.id)
+    sent = sent_by(request, model, asked, head.id, priority=body.priority, timeout=body.timeout)
+    completions = CompletionStream(model.llm, sent, batch)
     report = PromptReport(completions, form, n, echoed=echoed, prompt_logprobs=body.prompt_logprobs)
     if body.stream:
         counts = completions if body.continuous_usage else None
@@ -139,7 +142,7 @@ def card_of(state: ServerState, served: ServedModel, *, sees_all: bool) -> Serve
     if state.serves.sharing is not None:
         return served_card(served, state.created, sees_all=sees_all)
     assert served.llm is not None
-    return ModelCard(id=served.name, created=state.created, max_model_len=served.llm.max_context)
+    return ModelCard(id=served.name, created=state.created, max_model_len=served.llm.text.max_context)
 
 
 def served_card(served: ServedModel, created: int, *, sees_all: bool) -> ServedCard:
@@ -150,7 +153,7 @@ def served_card(served: ServedModel, created: int, *, sees_all: bool) -> ServedC
     return ServedCard(
         id=served.name,
         created=created,
-        max_model_len=loaded.max_context if loaded is not None else served.estimate.context,
+        max_model_len=loaded.text.max_context if loaded is not None else served.estimate.context,
         aliases=[name for name in names if name != served.name],
         state=served.state if served.state != "ready" or served.ready else "failed",
         error=served.error if sees_all else None,
@@ -220,7 +223,7 @@ async def _prompts(
 
 def _token_form(body: OpenAIRequest, model: ModelState) -> TokenForm:
     by_ids, lists_ids = bool(body.return_tokens_as_token_ids), bool(body.return_token_ids)
-    return TokenForm(model.llm.tokenizer, by_ids=by_ids, lists_ids=lists_ids)
+    return TokenForm(model.llm.text.tokenizer, by_ids=by_ids, lists_ids=lists_ids)
 
 
 async def _echoes(model: ModelState, texts: Sequence[str | Sequence[int]], n: int) -> dict[int, str]:
@@ -234,33 +237,6 @@ async def _echoes(model: ModelState, texts: Sequence[str | Sequence[int]], n: in
 
 def _head(request: Request, model: ModelState, prefix: str) -> Head:
     return Head(f"{prefix}-{request.state.unique_id}", int(time.time()), model.served_name)
-
-
-def _completions(
-    request: Request,
-    model: ModelState,
-    body: OpenAIRequest,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    request_id: str,
-    pins: Sequence[Sequence[PinMark]],
-    grammar: Grammar | None,
-    batch: int = BATCH,
-) -> CompletionStream:
-    _log_user(body, request_id)
-    return CompletionStream(
-        model.llm,
-        prompts,
-        params,
-        request_id=request_id,
-        priority=body.priority,
-        timeout_s=time_left(request, model, body.timeout),
-        batch=batch,
-        session=session_of(request),
-        tenant=tenant_of(request),
-        pins=pins,
-        grammar=grammar,
-    )
 
 
 def _whole(count: int, *, with_logprobs: bool) -> list[Completion]:

@@ -39,7 +39,7 @@ class ResponseForm:
         self._chat = chat
         self._names = names
         self._echo = f'{echo},"store":{as_json(stored)}'
-        self._logprobs = ChatLogprobs(TokenForm(chat.model.llm.tokenizer))
+        self._logprobs = ChatLogprobs(TokenForm(chat.model.llm.text.tokenizer))
 
     def begun(self, status: str = "in_progress", error: dict[str, str] | None = None) -> str:
         """A response without output."""

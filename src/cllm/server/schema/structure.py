@@ -176,4 +176,4 @@ def _of_json(kind: StructureKind, value: Any, param: str) -> Structure:
 
 async def compiled(llm: AsyncLLM, params: SamplingParams) -> Grammar | None:
     """The grammar of `params.structured`, if set."""
-    return None if params.structured is None else await llm.compile(params.structured)
+    return None if params.structured is None else await llm.text.compile(params.structured)
