@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cllm.cli.command_list import CommandList
-from cllm.cli.options import (
-    BackendOption,
-    ModelOption,
-    SetOption,
-    load_settings,
-    open_console,
-    print_status,
-)
+from cllm.cli.options import BackendOption, ModelOption, SetOption, load_settings, open_console, print_status
 from cllm.errors import ConfigError
 from cllm.observe.json_option import JsonOption, write_or_show
 

@@ -12,9 +12,7 @@ if TYPE_CHECKING:
     from cllm.models.gguf_choice import Choice
 
 
-def pull(
-    model: ModelArgument = None,
-) -> None:
+def pull(model: ModelArgument = None) -> None:
     """Download or update a model, and print its path. If a repository has several .gguf files, all are listed and the
     best one that fits into memory is chosen, Q4_K_M if possible."""
     from cllm.models.registry import DEFAULT_MODEL, resolve

@@ -109,12 +109,7 @@ def _kv_bytes(snapshot: EngineSnapshot) -> dict[str, float]:
 
 def _kv_extents(snapshot: EngineSnapshot) -> dict[str, float]:
     kv = snapshot.kv
-    return {
-        "used": kv.extents_used,
-        "needed": kv.extents_needed,
-        "ready": kv.extents_ready,
-        "fresh": kv.extents_fresh,
-    }
+    return {"used": kv.extents_used, "needed": kv.extents_needed, "ready": kv.extents_ready, "fresh": kv.extents_fresh}
 
 
 _GAUGES = (
@@ -197,9 +192,7 @@ _COUNTERS = (
     _Value("kv_released_bytes", "KV bytes returned to the OS.", lambda s: s.kv.released_bytes),
     _Value("kv_prepared_bytes", "KV bytes allocated ahead of use.", lambda s: s.kv.prepared_bytes),
     _Value(
-        "kv_upkeep_failures",
-        "Failed moves, releases and preparations of KV memory.",
-        lambda s: s.kv.upkeep_failures,
+        "kv_upkeep_failures", "Failed moves, releases and preparations of KV memory.", lambda s: s.kv.upkeep_failures
     ),
     _Value(
         "kv_context_rebuilds",
@@ -207,9 +200,7 @@ _COUNTERS = (
         lambda s: s.kv.context_rebuilds,
     ),
     _Value(
-        "kv_allocation_failures",
-        "Waits and preemptions for lack of KV memory.",
-        lambda s: s.kv.allocation_failures,
+        "kv_allocation_failures", "Waits and preemptions for lack of KV memory.", lambda s: s.kv.allocation_failures
     ),
     _Value("kv_host_out_bytes", "KV bytes copied from the GPU to host memory.", lambda s: s.kv.host.out_bytes),
     _Value("kv_host_in_bytes", "KV bytes copied from host memory to the GPU.", lambda s: s.kv.host.in_bytes),
@@ -289,11 +280,7 @@ class EngineCollector(Collector):
         return f"{self._prefix}:{value.name}", value.help, None, labels
 
     def _fill(
-        self,
-        family: GaugeMetricFamily | CounterMetricFamily,
-        value: _Value,
-        model: str,
-        snapshot: EngineSnapshot,
+        self, family: GaugeMetricFamily | CounterMetricFamily, value: _Value, model: str, snapshot: EngineSnapshot
     ) -> Metric:
         current = value.value(snapshot)
         if isinstance(current, dict):

@@ -220,8 +220,7 @@ class ChatTemplate:
         length = text.rfind(end)
         if length < 0:
             raise InvalidRequestError(
-                "the last message cannot be continued: the model's chat template changes it",
-                "messages",
+                "the last message cannot be continued: the model's chat template changes it", "messages"
             )
         return text[:length], [position for position in literal if position < length]
 
