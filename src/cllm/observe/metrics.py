@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cllm.engine.observer import RequestRecord
     from cllm.engine.stats import EngineSnapshot
     from cllm.kv.ledger import AccountStatus
+    from cllm.work.pool import Workers
 
 _MILLISECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75)
 _STEP = (*_MILLISECONDS, 1.0, 2.5, 5.0, 10.0)
@@ -341,6 +342,36 @@ class ModelsCollector(Collector):
             memory.add_metric([status.name, "fixed"], status.fixed)
             memory.add_metric([status.name, "kv"], status.kv)
         yield memory
+
+
+class WorkCollector(Collector):
+    """The metrics of worker processes."""
+
+    def __init__(self, prefix: str, workers: Callable[[], Workers | None]) -> None:
+        """`workers`: None before they exist."""
+        self._prefix = prefix
+        self._workers = workers
+
+    def collect(self) -> Iterator[Metric]:
+        prefix, workers = self._prefix, self._workers()
+        if workers is None:
+            return
+        yield GaugeMetricFamily(f"{prefix}:work_running", "Jobs in worker processes.", workers.running)
+        yield GaugeMetricFamily(f"{prefix}:work_waiting", "Jobs waiting for a worker process.", workers.waiting)
+        jobs = CounterMetricFamily(
+            f"{prefix}:work_jobs", "Jobs of worker processes, by kind and outcome.", labels=["kind", "outcome"]
+        )
+        for (kind, outcome), count in list(workers.jobs.items()):
+            jobs.add_metric([kind, outcome], count)
+        yield jobs
+        seconds = CounterMetricFamily(f"{prefix}:work_seconds", "CPU time of worker processes.", labels=["kind"])
+        for kind, spent in list(workers.seconds.items()):
+            seconds.add_metric([kind], spent)
+        yield seconds
+        of_keys = CounterMetricFamily(f"{prefix}:key_work_seconds", "CPU time of jobs of a key.", labels=["key"])
+        for key, spent in list(workers.key_seconds.items()):
+            of_keys.add_metric([key], spent)
+        yield of_keys
 
 
 def create_registry(collector: Collector) -> CollectorRegistry:

@@ -11,9 +11,8 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from cllm import __version__
-from cllm.observe.metrics import create_registry
+from cllm.observe.metrics import WorkCollector, create_registry
 from cllm.observe.otlp import open_tracing
-from cllm.observe.work_metrics import WorkCollector
 from cllm.served import ServedModels
 from cllm.server.anthropic import routes as anthropic
 from cllm.server.auth.tenants import Tenants

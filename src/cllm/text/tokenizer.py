@@ -148,7 +148,7 @@ def load_tokenizer(model: GGUFModel) -> Tokenizer:
     family = model.get("tokenizer.ggml.model", "")
     if family == "gpt2":
         encoder, token_bytes = bpe.build_encoder(model, vocab), bpe.token_bytes
-        add_bos = bpe.default_add_bos(model.get("tokenizer.ggml.pre", ""))
+        add_bos = model.get("tokenizer.ggml.pre", "") in bpe.WHOLE_WORDS_FIRST
     elif family == "llama":
         encoder, token_bytes, add_bos = spm.build_encoder(model, vocab), spm.token_bytes, True
     else:
