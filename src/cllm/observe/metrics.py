@@ -248,7 +248,7 @@ class EngineCollector(Collector):
         self.store = store
         self._prefix = prefix
         self._model_name = model_name
-        self._snapshot = snapshot
+        self.snapshot = snapshot
         self._observer = observer
 
     def describe(self) -> list[Metric]:
@@ -259,11 +259,8 @@ class EngineCollector(Collector):
         yield from self.of_model()
         yield from _of_stores(self._prefix, [self])
 
-    def snapshot(self) -> EngineSnapshot | None:
-        return self._snapshot()
-
     def of_model(self) -> Iterator[Metric]:
-        snapshot = self._snapshot()
+        snapshot = self.snapshot()
         if snapshot is None:
             return
         model = self._model_name()
