@@ -35,7 +35,7 @@ def interrupted(when: str, *args: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "when",
-    ["cllm.cli", "typer", "cllm.cli.stdio", "cllm.observe.json_option", "cllm.cli.pull", "cllm_bench.simulate.cli"],
+    ["cllm.cli", "typer", "cllm.cli.stdio", "cllm.observe.json_option", "cllm.cli.models", "cllm_bench.simulate.cli"],
 )
 def test_while_the_command_line_is_imported(when: str) -> None:
     done = interrupted(when, "generate", "--backend", "fake", "hi")

@@ -125,7 +125,8 @@ def test_an_incomplete_character_at_the_end_can_complete_a_stop_string() -> None
 def test_special_tokens_are_left_out_or_named() -> None:
     tokenizer = tokens_of([b"a", b"b"])
     assert [Detokenizer(tokenizer).push(token_id) for token_id in range(4)] == ["a", "b", "", ""]
-    named = Detokenizer(tokenizer, ["<b>"], skip_special=False)
+    shown = {token_id: name.encode() for name, token_id in tokenizer.special_tokens.items()}
+    named = Detokenizer(tokenizer, ["<b>"], shown)
     assert [named.push(token_id) for token_id in range(4)] == ["a", "b", "<é>", ""]
     assert named.stopped == "<b>"
 
@@ -140,7 +141,8 @@ def test_too_long_stop_strings_are_refused() -> None:
 def test_the_real_vocabulary_streams_what_it_decodes() -> None:
     tokenizer = load_tokenizer(GGUFModel.open(resolve("smollm2")))
     ids = list(range(0, tokenizer.vocab_size, 7))
-    for skip_special in (True, False):
-        text = Detokenizer(tokenizer, skip_special=skip_special)
+    special = {token_id: name.encode() for name, token_id in tokenizer.special_tokens.items()}
+    for shown in ({}, special):
+        text = Detokenizer(tokenizer, shown=shown)
         sent = [text.push(token_id) for token_id in ids]
-        assert "".join(sent) + text.flush() == tokenizer.decode(ids, skip_special=skip_special)
+        assert "".join(sent) + text.flush() == tokenizer.decode(ids, skip_special=not shown)

@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cllm.cli.command_list import CommandList
-from cllm.cli.options import (
-    BackendOption,
-    ModelOption,
-    SetOption,
-    load_settings,
-    open_console,
-    print_status,
-)
+from cllm.cli.options import BackendOption, ModelOption, SetOption, load_settings, open_console, print_status
 from cllm.errors import ConfigError
 from cllm.observe.json_option import JsonOption, write_or_show
 
@@ -27,7 +20,6 @@ if TYPE_CHECKING:
     from cllm.cluster.models import ClusterModel
     from cllm.cluster.overview import DeploymentRow, Overview, ReplicaRow
     from cllm.cluster.ray_node import RayNode
-    from cllm.cluster.rollout import Progress
     from cllm.config import Config
 
 log = logging.getLogger("cllm.cluster")
@@ -182,17 +174,19 @@ def _work_for(address: str, config: Config, *, detach: bool) -> None:
 def _serve(config: Config, *, detach: bool) -> None:
     from cllm.cluster.models import cluster_models
     from cllm.cluster.ray_node import connect, found_node, one_at_a_time, start_head, stop
+    from cllm.loading.check import check_loadable
     from cllm.server.http.listening import bind
 
-    cluster_models(config)  # before anything is started: the settings may make no sense
+    models = cluster_models(config)  # before anything is started: the settings may make no sense
     started = None
     try:
         with one_at_a_time():
             node = found_node()
             address = config.cluster.address or (node.address if node is not None else None)
             is_here = address is None or (node is not None and node.is_head and node.address == address)
-            if is_here:
-                _check_models(config)
+            # What would fail later on each replica. The head needs every model's files; they are downloaded if need be.
+            for model in models if is_here else ():
+                check_loadable(model.config)
             _on_signals()
             if address is None:
                 bind(config.server).close()  # an ingress could not say it as clearly
@@ -207,7 +201,7 @@ def _serve(config: Config, *, detach: bool) -> None:
             stop(started)
         raise
     if stays:
-        _stay(config, started)
+        _stay(models, config.cluster.drain_s, started)
 
 
 def _deploy(config: Config, address: str, *, is_here: bool) -> bool:
@@ -230,7 +224,7 @@ def _deploy(config: Config, address: str, *, is_here: bool) -> bool:
             "(cllm cluster up --join %s)",
             address,
         )
-    deploy(config, _show_progress)
+    deploy(config, lambda now: log.info("%d of %s ready", now.ready, _counted(now.wanted, "replica")))
     found = overview(address)
     url = found.url if found is not None else None
     served = "" if found is None else _what_is_served(found, models)
@@ -262,29 +256,15 @@ def _counted(number: int, what: str) -> str:
     return f"1 {what}" if number == 1 else f"{number} {what}s"
 
 
-def _show_progress(now: Progress) -> None:
-    log.info("%d of %s ready", now.ready, _counted(now.wanted, "replica"))
-
-
-def _check_models(config: Config) -> None:
-    """What would fail later on each replica. The head needs every model's files; they are downloaded if need be."""
-    from cllm.cluster.models import cluster_models
-    from cllm.loading.check import check_loadable
-
-    for model in cluster_models(config):
-        check_loadable(model.config)
-
-
-def _stay(config: Config, started: RayNode | None) -> None:
+def _stay(models: list[ClusterModel], drain_s: float, started: RayNode | None) -> None:
     """Until a signal: then stop serving, and Ray if it was started here. A second signal stops at once."""
-    from cllm.cluster.models import cluster_models
     from cllm.cluster.ray_node import stop
     from cllm.cluster.rollout import remove
 
     try:
-        _watch(started, cluster_models(config))
+        _watch(started, models)
     except SystemExit:
-        log.info("shutting down; running requests have %g s to finish", config.cluster.drain_s)
+        log.info("shutting down; running requests have %g s to finish", drain_s)
         remove()
     finally:
         if started is not None:

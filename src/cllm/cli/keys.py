@@ -12,8 +12,7 @@ from cllm.errors import ConfigError
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of the key, shown in logs and metrics.")]
 FileOption = Annotated[
-    Path | None,
-    typer.Option("--file", "-f", metavar="FILE", help="Key file. [default: server.api_keys]"),
+    Path | None, typer.Option("--file", "-f", metavar="FILE", help="Key file. [default: server.api_keys]")
 ]
 
 app = typer.Typer(help="Create, list and remove named API keys.", no_args_is_help=True, rich_markup_mode=None)

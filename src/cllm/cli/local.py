@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 def prepare(
-    file: Path | None,
-    assignments: Sequence[str] | None,
-    model: str | None,
-    backend: str | None,
-    device: str | None,
+    file: Path | None, assignments: Sequence[str] | None, model: str | None, backend: str | None, device: str | None
 ) -> Config:
     """The configuration, with its model on disk; of several, the first one. Only warnings are logged, unless a level
     was asked for."""

@@ -1,4 +1,4 @@
-"""`cllm models`: the models on this machine, and the memory they need."""
+"""`cllm models`, `pull` and `export-tokenizer`: models on this machine, their memory and tokenizers, and new ones."""
 
 from __future__ import annotations
 
@@ -10,12 +10,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cllm.cli import completion
-from cllm.cli.options import BackendOption, ConfigOption, SetOption, load_settings, open_console
+from cllm.cli.options import (
+    MODEL_HELP,
+    BackendOption,
+    ConfigOption,
+    ModelArgument,
+    SetOption,
+    load_settings,
+    open_console,
+    print_status,
+)
 from cllm.errors import CLLMError
 from cllm.observe.json_option import JsonOption, write_or_show
 
 if TYPE_CHECKING:
     from cllm.config import Config
+    from cllm.models.gguf_choice import Choice
 
 MIB = 1 << 20
 
@@ -127,3 +137,51 @@ def _print(rows: list[dict[str, Any]], asked: Collection[str]) -> None:
 
 def _mib(size: int) -> str:
     return f"{size / MIB:,.1f}"
+
+
+# -- pull --------------------------------------------------------------------------------------------------------------
+
+
+def pull(model: ModelArgument = None) -> None:
+    """Download or update a model, and print its path. If a repository has several .gguf files, all are listed and the
+    best one that fits into memory is chosen, Q4_K_M if possible."""
+    from cllm.models.registry import DEFAULT_MODEL, resolve
+
+    typer.echo(resolve(model or DEFAULT_MODEL, refresh=True, on_choice=_show_choice))
+
+
+def _show_choice(choice: Choice) -> None:
+    for file in choice.files:
+        mark = "→" if file is choice.chosen else " "
+        print_status(f"{mark} {file.quantisation or '?':8} {file}")
+    print_status(f"using {choice.chosen.name}, {choice.why}")
+
+
+# -- export-tokenizer --------------------------------------------------------------------------------------------------
+
+
+def export_tokenizer(
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[MODEL] DIR",
+            help=f"{MODEL_HELP} DIR is the directory to write to.",
+            show_default=False,
+            autocompletion=completion.models,
+        ),
+    ],
+) -> None:
+    """Export a model's tokenizer as a Hugging Face directory, for load testers and other tools that count tokens."""
+    from cllm.loading.backend_choice import open_model_file
+    from cllm.models.hf_directory import HFModel
+    from cllm.text.export import export_tokenizer as export
+    from cllm.text.hf_tokenizer import load_hf_chat_template
+    from cllm.text.template_source import load_chat_template
+
+    if len(names) > 2:
+        raise CLLMError(f"export-tokenizer takes a model and a directory, not {len(names)} arguments")
+    flags = {"model.name": names[0]} if len(names) == 2 else {}
+    model = open_model_file(load_settings(None, None, flags).config)
+    template = load_hf_chat_template(model) if isinstance(model, HFModel) else load_chat_template(model)
+    for path in export(model, template, Path(names[-1])):
+        typer.echo(path)

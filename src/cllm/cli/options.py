@@ -30,8 +30,7 @@ MODEL_HELP = (
 )
 
 ModelArgument = Annotated[
-    str | None,
-    typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False, autocompletion=completion.models),
+    str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False, autocompletion=completion.models)
 ]
 ModelOption = Annotated[
     str | None, typer.Option("--model", "-m", metavar="MODEL", help=MODEL_HELP, autocompletion=completion.models)

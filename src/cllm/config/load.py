@@ -32,18 +32,12 @@ class LoadedConfig:
 
 
 def load_config(
-    file: Path | None = None,
-    overrides: Mapping[str, Any] | None = None,
-    environ: Mapping[str, str] = os.environ,
+    file: Path | None = None, overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ
 ) -> LoadedConfig:
     """Defaults < `file` < `environ` < `overrides` (dotted keys). Raises `ConfigError` naming every problem."""
     settings: dict[str, Setting] = {}
     problems: list[str] = []
-    for found in (
-        *(read_file(file) if file else ()),
-        *read_environment(environ),
-        *read_overrides(overrides or {}),
-    ):
+    for found in (*(read_file(file) if file else ()), *read_environment(environ), *read_overrides(overrides or {})):
         if isinstance(found, InvalidSetting):
             problems.append(found.problem)
         else:

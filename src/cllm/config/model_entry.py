@@ -12,13 +12,7 @@ from cllm.config.section import Section, setting
 
 OWN_SECTIONS = ("backend", "resources", "kv", "scheduler", "drafts", "prompt", "cluster")
 """Sections that a model may override."""
-SHARED_KEYS = (
-    "resources.max_memory_mb",
-    "cluster.ingresses",
-    "cluster.address",
-    "cluster.node_ip",
-    "cluster.ray_port",
-)
+SHARED_KEYS = ("resources.max_memory_mb", "cluster.ingresses", "cluster.address", "cluster.node_ip", "cluster.ray_port")
 """Settings in these sections that all models share."""
 
 

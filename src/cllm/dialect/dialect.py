@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from cllm.dialect import formats, history, reasoning
 from cllm.dialect.call_runs import CallRuns
-from cllm.dialect.calls import Tools
 from cllm.dialect.deltas import ToolCallDelta
 from cllm.dialect.formats import ToolFormat
 from cllm.dialect.grammar import AnswerForm, AnswerGrammar
@@ -121,36 +120,30 @@ class Dialect:
         include_reasoning: bool = True,
     ) -> AnswerReader:
         """`masked`: a grammar says where calls may be, and what they look like."""
-        parameters = {tool.name: tool.parameters for tool in tools}
-        thoughts = None
+        parameters, syntax = {tool.name: tool.parameters for tool in tools}, self.format.syntax
+        thoughts = whole = None
         if self.marks is not None and thinking != "closed":
+            marks = self.format.call_marks
             thoughts = ReasoningReader(
                 self.marks,
                 opened=thinking == "opened",
                 continues=continues and thinking == "opened",
                 separate=separate,
-                calls=self._calls_in_reasoning(parameters),
+                calls=CallRuns(marks, syntax, parameters) if marks is not None and tools else None,
             )
+        if tools and not (masked or continues or syntax.bare):
+            whole = WholeCalls(AnswerReader(index, syntax=formats.JSON.syntax, tools=parameters, new_id=self.new_id))
         return AnswerReader(
             index,
             reasoning=thoughts,
-            syntax=self.format.syntax,
+            syntax=syntax,
             tools=parameters,
             most_calls=most_calls,
             calls_only=calls_only,
-            whole=None if masked or continues else self._whole_calls(index, parameters),
+            whole=whole,
             include_reasoning=include_reasoning,
             new_id=self.new_id,
         )
-
-    def _whole_calls(self, index: int, tools: Tools) -> WholeCalls | None:
-        if not tools or self.format.syntax.bare:
-            return None
-        return WholeCalls(AnswerReader(index, syntax=formats.JSON.syntax, tools=tools, new_id=self.new_id))
-
-    def _calls_in_reasoning(self, tools: Tools) -> CallRuns | None:
-        marks = self.format.call_marks
-        return CallRuns(marks, self.format.syntax, tools) if marks is not None and tools else None
 
     def grammar(self, form: AnswerForm) -> str:
         """The grammar that a mask enforces, so that answers are read as this form."""

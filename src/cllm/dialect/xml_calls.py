@@ -140,7 +140,8 @@ class XmlAttempt(OrJsonAttempt):
         if given == tag:
             fits = begin.startswith(tag) or (self.name is not None and END_FUNCTION.startswith(tag))
         else:
-            fits = len(tag) <= _LONGEST_TAG and not (char == ">" and self._unknown(given[:-1]))
+            is_known = bool(given[:-1]) and (self.name is not None or given[:-1] in self._tools)
+            fits = len(tag) <= _LONGEST_TAG and (char != ">" or is_known)
         if not fits:
             self.took_last = False
             return CallState.FAILED if self.name is None else CallState.BROKEN
@@ -149,9 +150,6 @@ class XmlAttempt(OrJsonAttempt):
             self._tag = ""
             self._begin(given[:-1])
         return CallState.OPEN
-
-    def _unknown(self, given: str) -> bool:
-        return not given or (self.name is None and given not in self._tools)
 
     def _begin(self, given: str) -> None:
         if self.name is None:

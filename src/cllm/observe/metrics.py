@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cllm.engine.observer import RequestRecord
     from cllm.engine.stats import EngineSnapshot
     from cllm.kv.ledger import AccountStatus
+    from cllm.work.pool import Workers
 
 _MILLISECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75)
 _STEP = (*_MILLISECONDS, 1.0, 2.5, 5.0, 10.0)
@@ -109,12 +110,7 @@ def _kv_bytes(snapshot: EngineSnapshot) -> dict[str, float]:
 
 def _kv_extents(snapshot: EngineSnapshot) -> dict[str, float]:
     kv = snapshot.kv
-    return {
-        "used": kv.extents_used,
-        "needed": kv.extents_needed,
-        "ready": kv.extents_ready,
-        "fresh": kv.extents_fresh,
-    }
+    return {"used": kv.extents_used, "needed": kv.extents_needed, "ready": kv.extents_ready, "fresh": kv.extents_fresh}
 
 
 _GAUGES = (
@@ -197,9 +193,7 @@ _COUNTERS = (
     _Value("kv_released_bytes", "KV bytes returned to the OS.", lambda s: s.kv.released_bytes),
     _Value("kv_prepared_bytes", "KV bytes allocated ahead of use.", lambda s: s.kv.prepared_bytes),
     _Value(
-        "kv_upkeep_failures",
-        "Failed moves, releases and preparations of KV memory.",
-        lambda s: s.kv.upkeep_failures,
+        "kv_upkeep_failures", "Failed moves, releases and preparations of KV memory.", lambda s: s.kv.upkeep_failures
     ),
     _Value(
         "kv_context_rebuilds",
@@ -207,9 +201,7 @@ _COUNTERS = (
         lambda s: s.kv.context_rebuilds,
     ),
     _Value(
-        "kv_allocation_failures",
-        "Waits and preemptions for lack of KV memory.",
-        lambda s: s.kv.allocation_failures,
+        "kv_allocation_failures", "Waits and preemptions for lack of KV memory.", lambda s: s.kv.allocation_failures
     ),
     _Value("kv_host_out_bytes", "KV bytes copied from the GPU to host memory.", lambda s: s.kv.host.out_bytes),
     _Value("kv_host_in_bytes", "KV bytes copied from host memory to the GPU.", lambda s: s.kv.host.in_bytes),
@@ -256,7 +248,7 @@ class EngineCollector(Collector):
         self.store = store
         self._prefix = prefix
         self._model_name = model_name
-        self._snapshot = snapshot
+        self.snapshot = snapshot
         self._observer = observer
 
     def describe(self) -> list[Metric]:
@@ -267,11 +259,8 @@ class EngineCollector(Collector):
         yield from self.of_model()
         yield from _of_stores(self._prefix, [self])
 
-    def snapshot(self) -> EngineSnapshot | None:
-        return self._snapshot()
-
     def of_model(self) -> Iterator[Metric]:
-        snapshot = self._snapshot()
+        snapshot = self.snapshot()
         if snapshot is None:
             return
         model = self._model_name()
@@ -289,11 +278,7 @@ class EngineCollector(Collector):
         return f"{self._prefix}:{value.name}", value.help, None, labels
 
     def _fill(
-        self,
-        family: GaugeMetricFamily | CounterMetricFamily,
-        value: _Value,
-        model: str,
-        snapshot: EngineSnapshot,
+        self, family: GaugeMetricFamily | CounterMetricFamily, value: _Value, model: str, snapshot: EngineSnapshot
     ) -> Metric:
         current = value.value(snapshot)
         if isinstance(current, dict):
@@ -354,6 +339,36 @@ class ModelsCollector(Collector):
             memory.add_metric([status.name, "fixed"], status.fixed)
             memory.add_metric([status.name, "kv"], status.kv)
         yield memory
+
+
+class WorkCollector(Collector):
+    """The metrics of worker processes."""
+
+    def __init__(self, prefix: str, workers: Callable[[], Workers | None]) -> None:
+        """`workers`: None before they exist."""
+        self._prefix = prefix
+        self._workers = workers
+
+    def collect(self) -> Iterator[Metric]:
+        prefix, workers = self._prefix, self._workers()
+        if workers is None:
+            return
+        yield GaugeMetricFamily(f"{prefix}:work_running", "Jobs in worker processes.", workers.running)
+        yield GaugeMetricFamily(f"{prefix}:work_waiting", "Jobs waiting for a worker process.", workers.waiting)
+        jobs = CounterMetricFamily(
+            f"{prefix}:work_jobs", "Jobs of worker processes, by kind and outcome.", labels=["kind", "outcome"]
+        )
+        for (kind, outcome), count in list(workers.jobs.items()):
+            jobs.add_metric([kind, outcome], count)
+        yield jobs
+        seconds = CounterMetricFamily(f"{prefix}:work_seconds", "CPU time of worker processes.", labels=["kind"])
+        for kind, spent in list(workers.seconds.items()):
+            seconds.add_metric([kind], spent)
+        yield seconds
+        of_keys = CounterMetricFamily(f"{prefix}:key_work_seconds", "CPU time of jobs of a key.", labels=["key"])
+        for key, spent in list(workers.key_seconds.items()):
+            of_keys.add_metric([key], spent)
+        yield of_keys
 
 
 def create_registry(collector: Collector) -> CollectorRegistry:

@@ -248,12 +248,7 @@ class PrefixPolicy(RoutingPolicy):
     name = "prefix"
 
     def __init__(
-        self,
-        *,
-        seed: int = 0,
-        block_tokens: int = 16,
-        index: PrefixIndex | None = None,
-        sample: int | None = None,
+        self, *, seed: int = 0, block_tokens: int = 16, index: PrefixIndex | None = None, sample: int | None = None
     ) -> None:
         super().__init__(seed=seed, block_tokens=block_tokens)
         self.index: PrefixIndex = index if index is not None else PrefixIndex()

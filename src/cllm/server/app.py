@@ -12,9 +12,8 @@ from starlette.middleware.cors import CORSMiddleware
 
 from cllm import __version__
 from cllm.llm import AsyncLLM
-from cllm.observe.metrics import create_registry
+from cllm.observe.metrics import WorkCollector, create_registry
 from cllm.observe.otlp import open_tracing
-from cllm.observe.work_metrics import WorkCollector
 from cllm.served import ModelSet, ServedModel, only_model
 from cllm.server.anthropic import routes as anthropic
 from cllm.server.auth.tenants import Tenants

@@ -45,12 +45,9 @@ class _Spelling:
         if isinstance(text, bytes):
             raise TypeError("text is given as a string")
         ids = self._encode(text)
-        if self._spelt(ids) == text.encode():
+        if b"".join(map(self._tokenizer.token_bytes, ids)) == text.encode():
             return ids
         return self._encode(_MARK + text)[self._marks :]
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, special=False, add_bos=False)
-
-    def _spelt(self, ids: list[int]) -> bytes:
-        return b"".join(map(self._tokenizer.token_bytes, ids))

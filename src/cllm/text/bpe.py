@@ -84,7 +84,7 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
     "llama4": _GPT4O,
 }
 # In these, a word that is a token becomes that token whatever the merges are, and prompts begin with BOS.
-_WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama3", "llama-v3", "pixtral", "falcon3", "lfm2", "tekken"})
+WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama3", "llama-v3", "pixtral", "falcon3", "lfm2", "tekken"})
 
 
 def _byte_alphabet() -> dict[int, str]:
@@ -96,10 +96,6 @@ def _byte_alphabet() -> dict[int, str]:
 
 _BYTE_TO_CHAR = _byte_alphabet()
 _TO_LATIN1 = str.maketrans({char: chr(byte) for byte, char in _BYTE_TO_CHAR.items()})
-
-
-def default_add_bos(pre: str) -> bool:
-    return pre in _WHOLE_WORDS_FIRST
 
 
 def token_bytes(text: str, kind: TokenKind) -> bytes:
@@ -138,7 +134,7 @@ def read_rules(model: GGUFModel, vocab: Vocabulary) -> Rules:
         )
     ids = {text: i for i, text in enumerate(vocab.tokens) if vocab.kinds[i] not in SPECIAL_KINDS}
     missing = [char for char in _BYTE_TO_CHAR.values() if char not in ids]
-    return Rules(ids, _read_merges(model, ids), missing, _PATTERNS[pre], pre in _WHOLE_WORDS_FIRST)
+    return Rules(ids, _read_merges(model, ids), missing, _PATTERNS[pre], pre in WHOLE_WORDS_FIRST)
 
 
 def build_encoder(model: GGUFModel, vocab: Vocabulary) -> Encoder:

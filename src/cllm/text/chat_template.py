@@ -10,7 +10,7 @@ arguments of calls.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,14 +22,7 @@ from cllm.errors import InvalidRequestError, ModelError
 from cllm.text.adapting import alternating, as_object, as_text, with_descriptions
 from cllm.text.messages import Message, read_messages
 from cllm.text.sandbox import environment
-from cllm.text.special_token_guard import (
-    guard_for,
-    insert_marks,
-    iter_strings,
-    remove_marks,
-    replace_strings,
-    unused_character,
-)
+from cllm.text.special_token_guard import guard_for, insert_marks, map_strings, remove_marks, unused_character
 from cllm.text.template_facts import EXAMPLE_ARGUMENTS, EXAMPLE_TOOL, TemplateFacts
 from cllm.text.template_variables import TemplateVariables
 
@@ -199,7 +192,7 @@ class ChatTemplate:
     ) -> tuple[str, list[int]]:
         _check_options(messages, options)
         guard = guard_for(special)
-        written = set(_user_texts(messages, options))
+        written = _user_texts(messages, options)
         risky = {text: spots for text in written if (spots := guard.find(text))}
         if options.continues:
             end = unused_character([self.source, self.bos, self.eos, *written], "messages")
@@ -214,14 +207,14 @@ class ChatTemplate:
         else:
             mark = unused_character([self.source, self.bos, self.eos, *written], "messages")
             marked = {text: insert_marks(text, spots, mark) for text, spots in risky.items()}
-            text, literal = remove_marks(self._render(*_replace_texts(messages, options, marked)), mark)
+            changed = _map_texts(messages, options, lambda text: marked.get(text, text))
+            text, literal = remove_marks(self._render(*changed), mark)
         if not options.continues:
             return text, literal
         length = text.rfind(end)
         if length < 0:
             raise InvalidRequestError(
-                "the last message cannot be continued: the model's chat template changes it",
-                "messages",
+                "the last message cannot be continued: the model's chat template changes it", "messages"
             )
         return text[:length], [position for position in literal if position < length]
 
@@ -296,21 +289,25 @@ def _check_options(messages: list[Message], options: PromptOptions) -> None:
         raise InvalidRequestError("only an assistant message without tool calls can be continued", "messages")
 
 
-def _user_texts(messages: list[Message], options: PromptOptions) -> Iterator[str]:
-    for message in messages:
-        for name, value in message.items():
-            if name != "role":
-                yield from iter_strings(value)
-    yield from iter_strings(options.tools)
-    yield from iter_strings([*options.arguments.values()])
+def _user_texts(messages: list[Message], options: PromptOptions) -> set[str]:
+    found: set[str] = set()
+
+    def note(text: str) -> str:
+        found.add(text)
+        return text
+
+    _map_texts(messages, options, note)
+    return found
 
 
-def _replace_texts(
-    messages: list[Message], options: PromptOptions, by: Mapping[str, str]
+def _map_texts(
+    messages: list[Message], options: PromptOptions, change: Callable[[str], str]
 ) -> tuple[list[Message], PromptOptions]:
-    marked = [
-        {name: value if name == "role" else replace_strings(value, by) for name, value in message.items()}
+    """The same with all texts that users wrote changed."""
+    changed = [
+        {name: value if name == "role" else map_strings(value, change) for name, value in message.items()}
         for message in messages
     ]
-    arguments = {name: replace_strings(value, by) for name, value in options.arguments.items()}
-    return marked, PromptOptions(replace_strings(options.tools, by), arguments, options.asks, options.continues)
+    tools = map_strings(options.tools, change)
+    arguments = {name: map_strings(value, change, 1) for name, value in options.arguments.items()}
+    return changed, PromptOptions(tools, arguments, options.asks, options.continues)

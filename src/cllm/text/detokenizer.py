@@ -21,16 +21,11 @@ class Detokenizer:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stop: Sequence[str] = (),
-        skip_special: bool = True,
-        shown: Mapping[int, bytes] | None = None,
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), shown: Mapping[int, bytes] | None = None
     ) -> None:
         """`shown`: special tokens to include as text."""
         self._tokenizer = tokenizer
-        self._shown = shown
-        self._skip_special = skip_special
+        self._shown = shown or {}
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._matcher = _matcher(tuple(stop)) if stop else None
         self._state = 0
@@ -40,12 +35,7 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Add a token; return the text that is final now."""
-        raw = self._tokenizer.token_bytes(token_id)
-        if not raw:
-            if not self._skip_special:
-                raw = self._tokenizer.token_text(token_id).encode()
-            elif self._shown is not None:
-                raw = self._shown.get(token_id, b"")
+        raw = self._tokenizer.token_bytes(token_id) or self._shown.get(token_id, b"")
         return self._release(self._decoder.decode(raw))
 
     def flush(self) -> str:

@@ -211,7 +211,7 @@ def _spelling(description: Mapping[str, Any], path: Path) -> Callable[[str], byt
     if kinds == ["ByteLevel"]:
         return lambda text: bpe.token_bytes(text, TokenKind.NORMAL)
     if "ByteFallback" in kinds or kinds == ["Metaspace"]:
-        return lambda text: spm.token_bytes(text, TokenKind.BYTE if spm.is_byte(text) else TokenKind.NORMAL)
+        return lambda text: spm.token_bytes(text, TokenKind.BYTE if text in spm.BYTE_NAMES else TokenKind.NORMAL)
     raise _unsupported(path, f"its decoder is {short(decoder.get('type'))}, not byte-level or with byte fallback")
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 _PREFIXES = ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>", "<|code_prefix|>")
 _SUFFIXES = ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>", "<|code_suffix|>")
 _MIDDLES = ("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>")
+INFILL_NAMES = frozenset({*_PREFIXES, *_SUFFIXES, *_MIDDLES})
 
 
 class InfillTokens(NamedTuple):
@@ -24,8 +25,10 @@ class InfillTokens(NamedTuple):
 
 def find_infill_tokens(special: Mapping[str, int]) -> InfillTokens | None:
     """Find the FIM tokens of a vocabulary by their usual names."""
-    found = [next((special[name] for name in names if name in special), None) for names in _ALL]
+    named = (_PREFIXES, _SUFFIXES, _MIDDLES)
+    return infill_tokens([next((special[name] for name in names if name in special), None) for names in named])
+
+
+def infill_tokens(found: Sequence[int | None]) -> InfillTokens | None:
+    """None, unless there are all three."""
     return None if None in found else InfillTokens(*(each for each in found if each is not None))
-
-
-_ALL = (_PREFIXES, _SUFFIXES, _MIDDLES)

@@ -60,11 +60,7 @@ def _read_call(call: Any, where: str) -> Message:
     if call_id is not None and not isinstance(call_id, str):
         raise _error(f"{where}.id is a {type(call_id).__name__}; it must be a string")
     named = {} if call_id is None else {"id": call_id}
-    return {
-        **named,
-        "type": "function",
-        "function": {"name": name, "arguments": _arguments(function.get("arguments"))},
-    }
+    return {**named, "type": "function", "function": {"name": name, "arguments": _arguments(function.get("arguments"))}}
 
 
 def _arguments(arguments: Any) -> Any:

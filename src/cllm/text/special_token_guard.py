@@ -8,7 +8,7 @@ character after it is kept out of special tokens.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -84,34 +84,19 @@ def remove_marks(text: str, mark: str) -> tuple[str, list[int]]:
     return "".join(parts), literal
 
 
-def iter_strings(value: Any, depth: int = 0, keys: str = "") -> Iterator[str]:
-    """All strings written by users. `keys`: the key of the value."""
+def map_strings(value: Any, change: Callable[[str], str], depth: int = 0, keys: str = "") -> Any:
+    """The value with every string in it that a user wrote changed. `keys`: the key of the value."""
     if depth > MAX_NESTED:
         raise InvalidRequestError(f"tools and arguments must not be nested more than {MAX_NESTED} levels deep", "tools")
     if isinstance(value, str):
-        if keys != "type" or value not in _TYPES:
-            yield value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            if not _is_looked_for(key, keys):
-                yield key
-            yield from iter_strings(inner, depth + 1, _below(key, keys))
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from iter_strings(inner, depth + 1, keys if keys == _FREE else "")
-
-
-def replace_strings(value: Any, by: Mapping[str, str], keys: str = "") -> Any:
-    """The value with the strings that `iter_strings` finds replaced."""
-    if isinstance(value, str):
-        return value if keys == "type" and value in _TYPES else by.get(value, value)
+        return value if keys == "type" and value in _TYPES else change(value)
     if isinstance(value, Mapping):
         return {
-            key if _is_looked_for(key, keys) else by.get(key, key): replace_strings(inner, by, _below(key, keys))
+            key if _is_looked_for(key, keys) else change(key): map_strings(inner, change, depth + 1, _below(key, keys))
             for key, inner in value.items()
         }
     if isinstance(value, list | tuple):
-        return [replace_strings(inner, by, keys if keys == _FREE else "") for inner in value]
+        return [map_strings(inner, change, depth + 1, keys if keys == _FREE else "") for inner in value]
     return value
 
 

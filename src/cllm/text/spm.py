@@ -16,19 +16,14 @@ from cllm.text.bpe import Encoder
 from cllm.text.vocab import TokenKind, Vocabulary
 
 SPACE = "\u2581"
-_BYTE_NAMES = [f"<0x{byte:02X}>" for byte in range(256)]
+BYTE_NAMES = [f"<0x{byte:02X}>" for byte in range(256)]
 _MERGEABLE = frozenset({TokenKind.NORMAL, TokenKind.USER_DEFINED, TokenKind.UNUSED})
-
-
-def is_byte(text: str) -> bool:
-    """Whether this is the name of a byte token."""
-    return text in _BYTE_NAMES
 
 
 def token_bytes(text: str, kind: TokenKind) -> bytes:
     """The bytes of an ordinary token of a sentencepiece vocabulary."""
     if kind == TokenKind.BYTE:
-        return bytes([_BYTE_NAMES.index(text)]) if text in _BYTE_NAMES else b""
+        return bytes([BYTE_NAMES.index(text)]) if text in BYTE_NAMES else b""
     return text.encode() if kind == TokenKind.USER_DEFINED else text.replace(SPACE, " ").encode()
 
 
@@ -52,21 +47,21 @@ class Rules(NamedTuple):
 
 
 def read_rules(model: GGUFModel, vocab: Vocabulary) -> Rules:
-    if any(name not in vocab.ids for name in _BYTE_NAMES):
+    if any(name not in vocab.ids for name in BYTE_NAMES):
         raise ModelError(f"{model.path}: its tokenizer has no byte tokens <0x00> to <0xFF>; use another model")
     ids = {text: i for i, text in enumerate(vocab.tokens) if vocab.kinds[i] in _MERGEABLE}
     size = len(vocab.tokens)
     parts = sorted({char for text in ids for char in text} - ids.keys())
     ids |= {char: size + n for n, char in enumerate(parts)}
     prefix = SPACE if model.get("tokenizer.ggml.add_space_prefix", True) else ""
-    byte_ids = [vocab.ids[name] for name in _BYTE_NAMES]
+    byte_ids = [vocab.ids[name] for name in BYTE_NAMES]
     return Rules(size, ids, parts, byte_ids, _rank_merges(model, vocab, ids), prefix)
 
 
 def build_encoder(model: GGUFModel, vocab: Vocabulary) -> Encoder:
     size, ids, parts, byte_ids, merges, prefix = read_rules(model, vocab)
     spelt = {size + n: [byte_ids[byte] for byte in char.encode()] for n, char in enumerate(parts)}
-    known = ids | dict(zip(_BYTE_NAMES, byte_ids, strict=True))
+    known = ids | dict(zip(BYTE_NAMES, byte_ids, strict=True))
     tokenizer = Tokenizer(models.BPE(vocab=known, merges=merges, byte_fallback=True))
 
     def encode(texts: list[str]) -> list[list[int]]:

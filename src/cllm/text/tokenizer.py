@@ -28,33 +28,20 @@ _LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class Tokenizer(Protocol):
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def bos_id(self) -> int | None: ...
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """Every token that ends an answer."""
-
-    @property
-    def add_bos(self) -> bool:
-        """Whether prompts of this model begin with BOS."""
-
-    @property
-    def special_tokens(self) -> Mapping[str, int]:
-        """The tokens that `special=True` recognises by name."""
-
-    @property
-    def whole_tokens(self) -> Mapping[str, int]:
-        """Tokens of ordinary text that is always written with them."""
-
-    @property
-    def infill(self) -> InfillTokens | None:
-        """The fill-in-the-middle tokens, if the model has them."""
-
-    @property
-    def longest_token(self) -> int:
-        """The maximum number of bytes that one token stands for."""
+    vocab_size: int
+    bos_id: int | None
+    eos_ids: frozenset[int]
+    """Every token that ends an answer."""
+    add_bos: bool
+    """Whether prompts of this model begin with BOS."""
+    special_tokens: Mapping[str, int]
+    """The tokens that `special=True` recognises by name."""
+    whole_tokens: Mapping[str, int]
+    """Tokens of ordinary text that is always written with them."""
+    infill: InfillTokens | None
+    """The fill-in-the-middle tokens, if the model has them."""
+    longest_token: int
+    """The maximum number of bytes that one token stands for."""
 
     def encode(
         self, text: str, *, special: bool = False, add_bos: bool = True, literal: Sequence[int] = ()
@@ -161,7 +148,7 @@ def load_tokenizer(model: GGUFModel) -> Tokenizer:
     family = model.get("tokenizer.ggml.model", "")
     if family == "gpt2":
         encoder, token_bytes = bpe.build_encoder(model, vocab), bpe.token_bytes
-        add_bos = bpe.default_add_bos(model.get("tokenizer.ggml.pre", ""))
+        add_bos = model.get("tokenizer.ggml.pre", "") in bpe.WHOLE_WORDS_FIRST
     elif family == "llama":
         encoder, token_bytes, add_bos = spm.build_encoder(model, vocab), spm.token_bytes, True
     else:

@@ -7,7 +7,7 @@ from enum import IntEnum
 
 from cllm.errors import ModelError
 from cllm.models.gguf import GGUFModel
-from cllm.text.infill import InfillTokens
+from cllm.text.infill import INFILL_NAMES, InfillTokens, infill_tokens
 
 
 class TokenKind(IntEnum):
@@ -41,12 +41,7 @@ MAX_TOKEN_LENGTH = 1024
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2}
 _END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 # Control tokens that some files mark as user-defined.
-_CONTROL_NAMES = _END_NAMES | frozenset({
-    "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>",
-    "<|code_prefix|>", "<|prefix|>", "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>",
-    "<SUF>", "▁<SUF>", "<|code_suffix|>", "<|suffix|>", "<|fim_middle|>", "<fim-middle>", "<fim_middle>",
-    "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>", "<|middle|>",
-})  # fmt: skip
+_CONTROL_NAMES = _END_NAMES | INFILL_NAMES | {"<|prefix|>", "<|suffix|>", "<|middle|>"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +92,7 @@ def read_vocabulary(model: GGUFModel) -> Vocabulary:
 
 def read_infill_tokens(model: GGUFModel, size: int) -> InfillTokens | None:
     """The fill-in-the-middle tokens, if the file names them."""
-    found = [_read_id(model, key, size) for key in ("fim_pre", "fim_suf", "fim_mid")]
-    return None if None in found else InfillTokens(*(each for each in found if each is not None))
+    return infill_tokens([_read_id(model, key, size) for key in ("fim_pre", "fim_suf", "fim_mid")])
 
 
 def special_name(model: GGUFModel, key: str) -> str:

@@ -33,6 +33,8 @@ MOST_GROWTH = 64 << 20
 MOST_LOADING_S = 120.0
 """CPU time that a parent may take to load what its workers need."""
 _PR_SET_PDEATHSIG = 1
+_ADDRESS_SPACE, _RESIDENT = 0, 1
+"""Fields of /proc/self/statm."""
 
 loaded: Any = None
 """What this process's parent loaded for its workers,"""
@@ -91,12 +93,12 @@ def _be_worker(connection: socket.socket) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # before the server
-    size, stays = _resident(), True
+    size, stays = _pages(_RESIDENT), True
     try:
         send(connection, {"pid": os.getpid(), "failure": failure})
         while stays:
             reply, result = _done(*pickle.loads(receive(connection)))
-            stays = not reply.get("retire") and _resident() - size <= MOST_GROWTH
+            stays = not reply.get("retire") and _pages(_RESIDENT) - size <= MOST_GROWTH
             connection.sendall(_framed(json.dumps({**reply, "retire": not stays}).encode()) + _framed(result))
     except (OSError, EOFError):  # nobody listens any more
         pass
@@ -141,7 +143,7 @@ def _limit(cpu_s: float, memory: int) -> None:
     if sys.platform != "linux":  # elsewhere the address space has no limit, or one that is always passed
         return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = _address_space() + memory
+    most = _pages(_ADDRESS_SPACE) + memory
     resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
@@ -164,14 +166,6 @@ def _pages(field: int) -> int:
         return int(Path("/proc/self/statm").read_text().split()[field]) * resource.getpagesize()
     except OSError:
         return 0
-
-
-def _address_space() -> int:
-    return _pages(0)
-
-
-def _resident() -> int:
-    return _pages(1)
 
 
 def _plain(error: BaseException) -> str:

@@ -33,7 +33,7 @@ class LlamaTokenizer:
         self.eos_ids: frozenset[int] = frozenset()
         self.special_tokens: Mapping[str, int] = {}
         self.whole_tokens: Mapping[str, int] = {}
-        self.infill = None
+        self.infill: Any = None
 
     def __del__(self) -> None:
         if getattr(self, "_model", None):

@@ -54,7 +54,7 @@ class ChatSession:
             "/set": self._set,
             SYSTEM: self._system,
             "/tools": self._tools,
-            "/retry": self._retry,
+            "/retry": lambda _: self._ask(conversation.retry),
             "/save": self._save,
             "/load": self._load,
             "/reset": self._reset,
@@ -184,9 +184,6 @@ class ChatSession:
             print_status(f"{tool.name}: {tool.description}" if tool.description else tool.name)
         if not self._conversation.tools:
             print_status("no tools; /tools FILE loads them from a file in OpenAI's JSON format")
-
-    def _retry(self, _: str) -> None:
-        self._ask(self._conversation.retry)
 
     def _save(self, name: str) -> None:
         self._conversation.save(_path(name, "/save"))
