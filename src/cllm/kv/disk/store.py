@@ -31,7 +31,6 @@ from cllm.kv.disk.reader import Reader, ReadTicket
 from cllm.kv.disk.staging import Staging
 from cllm.kv.disk.threads import DaemonPool, Worker
 from cllm.kv.disk.writer import Writer
-from cllm.kv.throughput import GUESS_BYTES
 
 Block = NDArray[np.uint8] | memoryview | bytes
 POOL_THREADS = 4
@@ -99,7 +98,7 @@ class DiskStore:
             Worker("cllm-kv-read", self.reader.work),
         )
         self._threads = threads
-        self._closed = False
+        self.closed = False
         if threads:
             for worker in self._workers:
                 worker.start()
@@ -126,10 +125,6 @@ class DiskStore:
         """Size of the directory at the last survey."""
         return self._catalog.bytes
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     def allow_queue(self, nbytes: int) -> None:
         """Raise the limit of the write queue to `nbytes`, if that is more."""
         self.writer.queue_bytes = max(self.writer.queue_bytes, nbytes)
@@ -138,15 +133,6 @@ class DiskStore:
         """How long loading `nbytes` would take now, behind everything queued."""
         with self._catalog.lock:
             return self.reader.speed.seconds(nbytes + self.reader.queued_bytes)
-
-    @property
-    def read_bytes_per_s(self) -> float:
-        return self.reader.speed.bytes_per_s
-
-    @property
-    def read_speed_known(self) -> bool:
-        """Whether enough was read to outweigh the first guess."""
-        return self.reader.speed.total >= GUESS_BYTES
 
     def stats(self) -> DiskStats:
         catalog = self._catalog
@@ -187,9 +173,9 @@ class DiskStore:
 
     def close(self, flush_s: float = 5.0) -> None:
         """Write what is queued, for at most `flush_s`, then stop."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = self.writer.closed = True
+        self.closed = self.writer.closed = True
         if flush_s > 0:
             self.flush(flush_s)
         if self._threads:
