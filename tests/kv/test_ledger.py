@@ -295,7 +295,7 @@ def test_what_cannot_be_opened_is_refused_and_changes_nothing() -> None:
         ledger.open("b", fixed=30, least=1)
     assert [status.name for status in ledger.account_status()] == ["a"]
     assert ledger.claim(first) and ledger.free == 50
-    ledger.close(first)
+    first.close()
     assert ledger.free == 100
 
 

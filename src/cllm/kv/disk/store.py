@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,25 +38,6 @@ POOL_THREADS = 4
 
 LOOK_INTERVAL_S = 2.0
 """How often, at most, the directory is listed for what other processes wrote; only on a miss."""
-
-
-@dataclass(frozen=True, slots=True)
-class DiskStats:
-    """The store in numbers."""
-
-    directory: str
-    limit: int
-    bytes: int
-    """All models' and processes' bytes, at the last survey."""
-    blocks: int
-    """Blocks of this process's models."""
-    write_bytes_per_s: float
-    read_bytes_per_s: float
-    trouble: str | None
-    """Why nothing is written now."""
-    counts: Mapping[str, int]
-    """damaged, torn, misplaced, vanished, outdated, foreign: files. unwritten_bytes, evicted_bytes.
-    read_errors, write_errors."""
 
 
 class DiskStore:
@@ -134,19 +115,22 @@ class DiskStore:
         with self._catalog.lock:
             return self.reader.speed.seconds(nbytes + self.reader.queued_bytes)
 
-    def stats(self) -> DiskStats:
+    def details(self) -> dict[str, Any]:
+        """The store in numbers, as `GET /kv` shows them; `blocks` are those of this process's models. `trouble`: why
+        nothing is written now. `counts` has files (damaged, torn, misplaced, vanished, outdated, foreign), bytes
+        (unwritten_bytes, evicted_bytes) and failed calls (read_errors, write_errors)."""
         catalog = self._catalog
         with catalog.lock:
-            return DiskStats(
-                directory=catalog.directory.root,
-                limit=catalog.limit,
-                bytes=catalog.bytes,
-                blocks=sum(len(model.index) for model in catalog.models.values()),
-                write_bytes_per_s=self.writer.speed.bytes_per_s,
-                read_bytes_per_s=self.reader.speed.bytes_per_s,
-                trouble=self.writer.trouble,
-                counts=dict(catalog.counts),
-            )
+            return {
+                "directory": catalog.directory.root,
+                "limit_bytes": catalog.limit,
+                "bytes": catalog.bytes,
+                "blocks": sum(len(model.index) for model in catalog.models.values()),
+                "write_bytes_per_s": round(self.writer.speed.bytes_per_s),
+                "read_bytes_per_s": round(self.reader.speed.bytes_per_s),
+                "trouble": self.writer.trouble,
+                "counts": dict(catalog.counts),
+            }
 
     def wake(self, *, to_read: bool = True) -> None:
         """There is something to do: wake the writer, and, if it is `to_read`, the reader."""

@@ -29,7 +29,7 @@ class DiskTier(Tier):
         least_tokens: int = LEAST_TOKENS,
         worth_tokens: int = WORTH_TOKENS,
     ) -> None:
-        super().__init__(block_tokens, block_bytes, least_tokens)
+        super().__init__(block_tokens, block_bytes, least_tokens, store.reader.speed)
         self.store = store
         self.worth_blocks = -(-worth_tokens // block_tokens)
         self.on_arrival: Callable[[], None] = lambda: None
@@ -52,14 +52,6 @@ class DiskTier(Tier):
     def wait_limit(self, blocks: int, nbytes: int) -> float | None:
         """How long to wait for `nbytes` instead of computing `blocks` blocks. None: compute them."""
         return self._wait_limit(blocks, self.store.load_seconds(nbytes) + LATENCY_S)
-
-    @property
-    def measured(self) -> bool:
-        return self.store.reader.speed.is_known
-
-    @property
-    def _block_load_s(self) -> float:
-        return self.store.reader.speed.seconds(self.block_bytes)
 
     def numbers(self, loading: int) -> DiskNumbers:
         store, model_store = self.store, self._model_store

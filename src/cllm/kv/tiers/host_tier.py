@@ -59,8 +59,8 @@ class HostTier(Tier):
     place = "host memory"
 
     def __init__(self, rows: HostRows, *, block_tokens: int, least_tokens: int = LEAST_TOKENS) -> None:
-        super().__init__(block_tokens, rows.row_bytes, least_tokens)
         self.inwards, self.outwards = Throughput(FIRST_GUESS), Throughput(FIRST_GUESS)
+        super().__init__(block_tokens, rows.row_bytes, least_tokens, self.inwards)
         self._rows = rows
         self._row_of: OrderedDict[bytes, int] = OrderedDict()
         """What is held, or will be when its copy is done; least recently used first, the end of a chain before its
@@ -157,14 +157,6 @@ class HostTier(Tier):
         queued = sum(len(moved.blocks) for moved in self._under_way if not moved.outwards)
         expected = self.inwards.seconds((queued + blocks) * self._rows.row_bytes) + LATENCY_S
         return self._wait_limit(blocks, expected) if self.usable else None
-
-    @property
-    def measured(self) -> bool:
-        return self.inwards.is_known
-
-    @property
-    def _block_load_s(self) -> float:
-        return self.inwards.seconds(self.block_bytes)
 
     @contextmanager
     def busy(self, names: Sequence[bytes]) -> Iterator[None]:
