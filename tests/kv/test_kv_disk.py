@@ -91,7 +91,7 @@ def test_what_was_put_is_loaded_after_a_restart(tmp_path: Path) -> None:
     assert model_store.held(names) == 20
     assert load(again, model_store, names[5:15]) == 10
     assert model_store.held(names_of(model_store, long_prompt(3, start=1))) == 0
-    assert not again.stats().counts["foreign"]
+    assert not again.details()["counts"]["foreign"]
 
 
 def test_a_chain_that_grows_stays_in_one_file(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_what_an_older_version_wrote_is_removed_and_a_newer_versions_left_alone(
     ours = open_model_store(store)
     assert segments(tmp_path) == [new, same] and not gone_folder.exists()
     assert sorted(ours.held(names_of(ours, prompt)) for prompt in prompts) == [0, 0, 4]
-    assert store.stats().counts["outdated"] == 2
+    assert store.details()["counts"]["outdated"] == 2
     for prompt in prompts:
         assert put(ours, names_of(ours, prompt)) == 4
     store.work()
@@ -286,7 +286,7 @@ def test_the_limit_holds_and_what_was_used_longest_ago_goes_first(tmp_path: Path
         assert total_bytes(tmp_path) <= limit
         assert model_store.held(names) == 20, f"chain {number} was just written"
     assert model_store.held(chains[1]) == 0
-    assert store.stats().counts["evicted_bytes"] > 0
+    assert store.details()["counts"]["evicted_bytes"] > 0
 
 
 def test_a_chain_goes_from_its_end(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_a_chain_goes_from_its_end(tmp_path: Path) -> None:
     again = make_store(tmp_path, limit=150_000)
     model_store = open_model_store(again)
     assert model_store.held(names) == held
-    assert again.stats().counts.get("torn", 0) == 0, "a file that was cut is no damage"
+    assert again.details()["counts"].get("torn", 0) == 0, "a file that was cut is no damage"
     put(model_store, names)
     again.work()
     assert total_bytes(tmp_path) <= 150_000
@@ -324,7 +324,7 @@ def test_a_chain_that_is_larger_than_the_limit_keeps_its_beginning(tmp_path: Pat
     assert 400 < held < 650
     assert total_bytes(tmp_path) <= 400_000
     assert load(store, model_store, names[:held]) == held
-    assert store.stats().counts["unwritten_bytes"] > 0
+    assert store.details()["counts"]["unwritten_bytes"] > 0
 
 
 def test_the_limit_may_be_smaller_than_a_block(tmp_path: Path) -> None:
@@ -415,8 +415,8 @@ def test_what_another_process_removes_or_cuts_is_not_used(tmp_path: Path) -> Non
     few = load(store, model_store, chains[1])
     assert 0 < few < 10
     assert model_store.held(chains[1]) == few
-    assert store.stats().counts["vanished"] == 1
-    assert store.stats().counts.get("damaged", 0) == 0
+    assert store.details()["counts"]["vanished"] == 1
+    assert store.details()["counts"].get("damaged", 0) == 0
 
 
 def test_a_file_that_is_being_written_to_is_left_alone(tmp_path: Path) -> None:
@@ -442,7 +442,7 @@ def test_a_file_that_is_being_written_to_is_left_alone(tmp_path: Path) -> None:
         assert len(segments(tmp_path)) == 2, "the one that is being written to cannot be appended to"
     again = make_store(tmp_path)
     model_store = open_model_store(again)
-    assert again.stats().counts["torn"] == 1
+    assert again.details()["counts"]["torn"] == 1
     assert path.stat().st_size == size
     assert load(again, model_store, names) == 10
 
@@ -478,7 +478,7 @@ def test_the_limit_holds_over_several_processes(tmp_path: Path) -> None:
     assert 0.5 * limit < largest
     store = make_store(tmp_path, limit=limit)
     model_store = open_model_store(store)
-    counts = store.stats().counts
+    counts = store.details()["counts"]
     assert not counts.get("damaged") and not counts.get("torn")
     held = 0
     for number in range(3):
@@ -515,7 +515,7 @@ def test_another_process_that_holds_the_directory_for_ever_costs_what_was_to_be_
         put(model_store, names)
         store.work()
         assert load(store, model_store, names[:5]) == 5, "reading goes on"
-        assert store.stats().trouble is None
+        assert store.details()["trouble"] is None
     assert model_store.held(names) == 5
     put(model_store, names)
     store.work()
@@ -554,7 +554,7 @@ def test_what_is_not_ours_is_counted_and_left(tmp_path: Path) -> None:
     link.symlink_to(outside)
     again = make_store(kv, limit=60_000)
     model_store = open_model_store(again)
-    assert again.stats().counts["foreign"] == 3
+    assert again.details()["counts"]["foreign"] == 3
     assert load(again, model_store, names) == 10
     for number in range(1, 10):
         put(model_store, names_of(model_store, long_prompt(20, start=1000 * number)))
@@ -578,7 +578,7 @@ def test_a_file_by_our_name_that_is_none_of_ours_is_removed(tmp_path: Path) -> N
     begun.write_bytes(bytes(3 * PAGE))
     again = make_store(tmp_path)
     model_store = open_model_store(again)
-    counts = again.stats().counts
+    counts = again.details()["counts"]
     assert (counts["damaged"], counts["misplaced"], counts["torn"]) == (1, 1, 1)
     assert segments(tmp_path) == [path]
     assert load(again, model_store, names) == 10

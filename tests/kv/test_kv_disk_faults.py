@@ -49,7 +49,7 @@ DAMAGE = ("damaged", "torn", "misplaced")
 
 def found(store: DiskStore) -> int:
     """Damage that was noticed."""
-    return sum(store.stats().counts.get(kind, 0) for kind in DAMAGE)
+    return sum(store.details()["counts"].get(kind, 0) for kind in DAMAGE)
 
 
 def open_files() -> int | None:
@@ -221,7 +221,7 @@ def test_a_full_disk_is_said_once_and_tried_again(tmp_path: Path, caplog: pytest
         put(model_store, names)
         store.work()
         now[0] += 40
-    assert store.stats().trouble == "No space left on device"
+    assert store.details()["trouble"] == "No space left on device"
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "No space left on device" in caplog.text and str(tmp_path) in caplog.text
     calls = files.calls
@@ -232,7 +232,7 @@ def test_a_full_disk_is_said_once_and_tried_again(tmp_path: Path, caplog: pytest
     now[0] += 1000
     assert put(model_store, names) == 5
     store.work()
-    assert store.stats().trouble is None
+    assert store.details()["trouble"] is None
     assert "again" in caplog.records[-1].message
     assert load(store, model_store, names) == 5
 
@@ -253,7 +253,7 @@ def test_a_read_only_directory_is_read(tmp_path: Path) -> None:
         assert load(again, model_store, names) == 5
         put(model_store, names_of(model_store, long_prompt(5, start=100)))
         again.work()
-        assert again.stats().trouble
+        assert again.details()["trouble"]
     finally:
         for path in paths:
             path.chmod(0o700)
@@ -304,7 +304,7 @@ def test_every_damaged_byte_is_noticed(tmp_path: Path) -> None:
             model_store = open_model_store(again, block_bytes=SMALL_BLOCK)
             complete = load_all(again, model_store, names, tokens, payload)
             assert not complete, f"byte {offset} of {len(whole)} can be changed"
-            assert found(again) == 1, f"byte {offset}: {again.stats().counts}"
+            assert found(again) == 1, f"byte {offset}: {again.details()['counts']}"
             assert not path.exists() or path.stat().st_size < len(whole)
         path.write_bytes(whole)
 
@@ -350,7 +350,7 @@ def test_a_file_replaced_under_us_is_not_used(tmp_path: Path) -> None:
     assert sorted(load(store, model_store, names) for names in chains) == [0, 0]
     assert segments(tmp_path) == []
     assert found(store) == 1
-    assert store.stats().counts["vanished"] == 1
+    assert store.details()["counts"]["vanished"] == 1
     for names in chains:
         put(model_store, names)
         store.work()
@@ -403,7 +403,7 @@ def test_a_process_may_be_killed_at_any_moment(tmp_path: Path) -> None:
         done = [int(line) for line in lines]
         store = make_store(tmp_path, limit=KILL_LIMIT)
         model_store = open_model_store(store, block_bytes=KILL_BLOCK)
-        counts = store.stats().counts
+        counts = store.details()["counts"]
         assert total_bytes(tmp_path) <= KILL_LIMIT
         assert not counts.get("damaged") and not counts.get("misplaced"), f"kill {kill}: {counts}"
         assert counts.get("torn", 0) <= 1

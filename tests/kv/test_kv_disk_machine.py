@@ -105,7 +105,7 @@ class TwoStores(RuleBasedStateMachine):
         held = model_store.held(names)
         loaded = load(store, model_store, names[:held])
         if not self.trouble:  # the other store may have cut or removed what this one still thought was there
-            assert loaded == held or store.stats().counts.get("damaged", 0) == 0
+            assert loaded == held or store.details()["counts"].get("damaged", 0) == 0
 
     @rule(side=SIDES, tokens=PROMPTS, rest=st.integers(0, 3), size=st.integers(1, 9000))
     def save_sequence(self, side: int, tokens: list[int], rest: int, size: int) -> None:

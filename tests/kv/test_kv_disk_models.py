@@ -213,4 +213,4 @@ def test_two_servers_write_and_one_of_them_is_cleared_under_the_other(tmp_path: 
         assert load(store, model_store, names) == 0
         put(model_store, names)
         store.work()
-        assert load(store, model_store, names) == 4 and store.stats().trouble is None
+        assert load(store, model_store, names) == 4 and store.details()["trouble"] is None

@@ -89,7 +89,7 @@ def append_and(directory: Path, at: int) -> int:
     assert path.read_bytes()[: len(before)] == before, f"moment {at}: the file was cut"
     again = make_store(directory)
     assert load(again, open_model_store(again), names) == 8
-    assert not again.stats().counts.get("torn")
+    assert not again.details()["counts"].get("torn")
     return passed
 
 

@@ -216,7 +216,7 @@ def test_a_file_system_that_needs_the_systems_memory_gets_it(tmp_path: Path, lat
     model_store = open_model_store(store, block_bytes=LARGE)
     names = names_of(model_store, long_prompt(7))
     write_gently(store, model_store, names, LARGE)
-    assert files.written == 0 and store.stats().trouble is None
+    assert files.written == 0 and store.details()["trouble"] is None
     assert load_into(store, model_store, names, LARGE) == 7
 
 
@@ -298,7 +298,9 @@ def test_what_fails_unexpectedly_is_out_of_the_queue(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(store.writer._payload_writer, "write", fail)
     store.work()
-    assert store.writer.queued_bytes == 0 and store.stats().counts["unwritten_bytes"] == 5 * model_store.block_bytes
+    assert (
+        store.writer.queued_bytes == 0 and store.details()["counts"]["unwritten_bytes"] == 5 * model_store.block_bytes
+    )
     assert [load(store, model_store, names) for names in chains] == [0, 5, 5], "the rest of the batch is written"
     assert put(model_store, chains[0]) == 5
     store.work()
@@ -341,7 +343,7 @@ def test_a_read_only_file_system_is_read_and_said_once(tmp_path: Path, caplog: p
     for number in range(1, 4):
         put(model_store, names_of(model_store, long_prompt(5, start=1000 * number)))
         again.work()
-    assert again.stats().trouble == "Read-only file system"
+    assert again.details()["trouble"] == "Read-only file system"
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert caplog.records[0].exc_info is None and "Read-only file system" in caplog.text
     assert load(again, model_store, names) == 5

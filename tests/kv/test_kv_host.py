@@ -429,7 +429,7 @@ def test_the_disk_is_written_from_there(tmp_path: Path) -> None:
     cache.admit()
     assert cache.running == [bystander], "something runs"
     cache.settle()
-    assert cache.store.stats().blocks == 10
+    assert cache.store.details()["blocks"] == 10
     cache.finish(bystander)
     cache.store.close()
     later = Cache(tmp_path)
@@ -441,7 +441,7 @@ def test_what_left_the_arena_before_it_was_written_still_is(tmp_path: Path) -> N
     cache.run(LONG)
     cache.lose(24)
     cache.settle()
-    assert cache.store.stats().blocks == 10
+    assert cache.store.details()["blocks"] == 10
 
 
 def test_first_the_hosts_memory_then_the_disk(tmp_path: Path) -> None:
@@ -469,7 +469,7 @@ def test_what_was_offered_is_written_at_the_end(tmp_path: Path) -> None:
     cache.rows.copy_out = copy_out  # type: ignore[method-assign]
     cache.kv.drain(60.0)
     cache.store.work()
-    assert copies and cache.store.stats().blocks == 10 and len(cache.kv.offload.to_disk) == 0
+    assert copies and cache.store.details()["blocks"] == 10 and len(cache.kv.offload.to_disk) == 0
 
 
 def test_a_load_that_cannot_begin_leaves_the_disk_to_be_asked(tmp_path: Path) -> None:
@@ -505,17 +505,17 @@ def test_the_disk_is_written_without_it(tmp_path: Path, refuses: bool) -> None:
         cache.rows.most_rows = cache.rows.rows = 0
     cache.run(LONG)
     cache.settle()
-    assert cache.store.stats().blocks == 10
+    assert cache.store.details()["blocks"] == 10
     assert cache.kv.details()["host"]["used"] is False
     cache.run(OTHER)
     cache.backend.memory.reads_wait = True
     bystander = cache.ask([1, 2, 3])
     cache.admit()
     cache.settle()
-    assert cache.running == [bystander] and cache.store.stats().blocks == 10, "the steps would be waited for"
+    assert cache.running == [bystander] and cache.store.details()["blocks"] == 10, "the steps would be waited for"
     cache.finish(bystander)
     cache.settle()
-    assert cache.store.stats().blocks > 10
+    assert cache.store.details()["blocks"] > 10
 
 
 def test_offers_wait_until_there_are_rows_for_them(tmp_path: Path) -> None:
@@ -524,10 +524,10 @@ def test_offers_wait_until_there_are_rows_for_them(tmp_path: Path) -> None:
     cache.rows.want_more = lambda count: None  # type: ignore[method-assign]
     cache.run(LONG)
     cache.settle()
-    assert cache.store.stats().blocks == 0
+    assert cache.store.details()["blocks"] == 0
     cache.rows.rows = cache.rows.most_rows
     cache.settle()
-    assert cache.store.stats().blocks == 10
+    assert cache.store.details()["blocks"] == 10
 
 
 def test_blocks_are_moved_again_as_soon_as_they_are_copied(cache: HostCache) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from array import array
 from typing import Any
 
@@ -10,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
+import cllm.kv
 from cllm.backends.base import Chunk
 from cllm.backends.fake import FakeBackend
 from cllm.errors import BackendError
@@ -602,3 +605,12 @@ def test_a_check_of_a_million_blocks_comes_in_small_slices() -> None:
     kv.arena.pool.free_map[999_999] = 0
     with pytest.raises(AssertionError, match=r"blocks \[999999\]"):
         list(kv.check_in_slices())
+
+
+def test_the_cache_is_made_of_parts_not_of_parents() -> None:
+    """At most an interface and what implements it."""
+    for found in pkgutil.walk_packages(cllm.kv.__path__, "cllm.kv."):
+        for cls in vars(importlib.import_module(found.name)).values():
+            if isinstance(cls, type) and cls.__module__ == found.name:
+                ours = [parent.__name__ for parent in cls.__mro__ if parent.__module__.startswith("cllm.kv.")]
+                assert len(ours) <= 2, f"{cls.__name__} inherits from {ours[1:]}"

@@ -99,7 +99,7 @@ def test_what_is_common_is_written_once_and_each_finds_its_own_after_it(cache: C
         for space in (b"one", b"two"):
             assert cache.run(longer, space) >= 40
     later = again(cache, tmp_path)
-    assert later.store.stats().blocks == 10 + 2 * 4
+    assert later.store.details()["blocks"] == 10 + 2 * 4
     assert later.run(longer, b"one") == 0, "what is common is found by others when it is in memory"
     later.kv.room.evict(24)
     assert later.run(LONG[:40], COMMON_SPACE) == 36
@@ -128,11 +128,11 @@ def test_what_runs_for_long_is_written_before_it_ends(cache: Cache, tmp_path: Pa
     cache.admit()
     cache.compute(sequence, 2 * BLOCK)
     cache.settle()
-    assert cache.store.stats().blocks == 0, "so much is not worth it"
+    assert cache.store.details()["blocks"] == 0, "so much is not worth it"
     cache.compute(sequence, len(LONG))
     for _ in range(12):  # memory for copies is taken one by one, by the store
         cache.settle()
-    assert cache.store.stats().blocks == 10
+    assert cache.store.details()["blocks"] == 10
     cache.finish(sequence)
     cache.settle()
     assert cache.store.writer.speed.total < 2 * 4096 + 10 * cache.tier.block_bytes + 4096, "it was written once"
@@ -145,7 +145,7 @@ def test_one_off_prompts_do_not_wear_the_disk(cache: Cache) -> None:
     assert cache.store.writer.speed.total == 0
     cache.run(short)
     cache.settle()
-    assert cache.store.stats().blocks == 2, "it was used again"
+    assert cache.store.details()["blocks"] == 2, "it was used again"
 
 
 def test_nothing_is_written_that_is_computed_sooner(cache: Cache) -> None:

@@ -256,7 +256,7 @@ def test_what_runs_is_never_taken_away() -> None:
     assert running.num_computed == 60
     ledger.check()
     woken = []
-    next(account for account in ledger._accounts if account.name == "b").wake = lambda: woken.append(True)
+    next(account for account in ledger.accounts if account.name == "b").wake = lambda: woken.append(True)
     kv.release(running)
     settle(kv)
     assert woken
@@ -295,7 +295,7 @@ def test_what_cannot_be_opened_is_refused_and_changes_nothing() -> None:
         ledger.open("b", fixed=30, least=1)
     assert [status.name for status in ledger.account_status()] == ["a"]
     assert ledger.claim(first) and ledger.free == 50
-    ledger.close(first)
+    first.close()
     assert ledger.free == 100
 
 
@@ -339,7 +339,7 @@ def test_who_waited_and_left_keeps_nobody_from_memory() -> None:
     ledger, (a, b) = two()
     running = run_to_end(*a, list(range(60)))
     assert b[1].admit(KVSequence(list(range(40)))) is None and b[1].awaits_memory
-    waiting = next(account for account in ledger._accounts if account.name == "b")
+    waiting = next(account for account in ledger.accounts if account.name == "b")
     assert waiting.is_entitled
     b[1].nobody_waits()  # as the engine says once nobody is in its queue
     settle(b[1])
@@ -380,6 +380,6 @@ def test_memory_that_the_system_does_not_take_back_is_not_asked_for_again() -> N
     for _ in range(10):
         settle(a[1])
     assert b[1].admit(KVSequence(prompts(1)[0])) is None
-    assert next(each for each in ledger._accounts if each.name == "a").is_rigid
+    assert next(each for each in ledger.accounts if each.name == "a").is_rigid
     ledger.check()
     a[1].check()

@@ -66,29 +66,62 @@ class Account:
     def ask(self, more: int, oldest: float, ahead: int = 0) -> bool:
         """Ask for `more` bytes, and `ahead` beyond them if they are free; `oldest`: when this model's oldest unused
         prefix was used. True: not all were granted yet, but others are about to give some back."""
-        return self._ledger.ask(self, more, oldest, ahead)
+        ledger = self._ledger
+        with ledger.lock:
+            entitled = self.kv < self.least
+            others = [other for other in ledger.accounts if other is not self]
+            may_take = entitled or not any(other.is_entitled for other in others)
+            granted = min(more + ahead, ledger.unclaimed) if may_take else 0
+            # If it was to give something back, it keeps that: those who wait for it must ask again.
+            is_broken = granted > 0 and self.target < self.kv
+            disappointed = [other for other in others if other.missing > 0] if is_broken else []
+            self.kv += granted
+            if granted:
+                self.target = self.kv
+            self.missing = max(0, more - granted)
+            lacking = self.missing - ledger.on_its_way
+            woken = ledger.reclaim(self, lacking, oldest, entitled=entitled) if lacking > 0 else []
+            woken += disappointed
+            soon = sum(min(other.kv - other.target, other.unused) for other in others)
+            coming = self.missing > 0 and soon > 0
+        _wake(woken)
+        return coming
 
     def give_back(self, kv: int) -> None:
         """It has only `kv` bytes of K/V from now on."""
-        self._ledger.give_back(self, kv)
+        with self._ledger.lock:
+            woken = self._ledger.waiting if kv < self.kv else []
+            self.kv = kv
+            self.target = min(self.target, kv)
+        _wake(woken)
 
     def keep_least(self) -> None:
         """It needs its memory: give back only what is beyond the least."""
         if self.target < self.kv:
-            self._ledger.keep(self, self.least)
+            self._keep(self.least)
 
     def keep_used(self) -> None:
         """The rest is in use. It is given back later if another account is entitled to it; otherwise it stays."""
-        self._ledger.keep_used(self)
+        self._keep(self.least if self.is_owed else self.kv)
 
     def keep_all(self) -> None:
         """Its memory cannot be given back."""
         self.is_rigid = True
-        self._ledger.keep(self, self.kv)
+        self._keep(self.kv)
+
+    def _keep(self, kv: int) -> None:
+        with self._ledger.lock:
+            kept = max(self.target, min(self.kv, kv))
+            woken = self._ledger.waiting if kept > self.target else []
+            self.target = kept
+        _wake([other for other in woken if other is not self])
 
     def close(self) -> None:
         """The model was unloaded, with all its memory."""
-        self._ledger.close(self)
+        with self._ledger.lock:
+            self._ledger.accounts.remove(self)
+            woken = self._ledger.waiting
+        _wake(woken)
 
     def needs_no_more(self) -> None:
         self.missing = 0
@@ -96,7 +129,8 @@ class Account:
     @property
     def is_owed(self) -> bool:
         """Whether others wait for memory they are entitled to."""
-        return self._ledger.is_owed(self)
+        with self._ledger.lock:
+            return any(other.is_entitled for other in self._ledger.accounts if other is not self)
 
     @property
     def taken(self) -> int:
@@ -115,123 +149,73 @@ class Account:
 class MemoryLedger:
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self._accounts: list[Account] = []
-        self._lock = threading.Lock()
+        self.accounts: list[Account] = []
+        self.lock = threading.Lock()
 
     # -- models come and go ------------------------------------------------------------------------------------
 
     def fits(self, needed: int) -> bool:
         """Whether an account that needs `needed` bytes can be opened."""
-        with self._lock:
-            return needed + sum(account.needed for account in self._accounts) <= self.budget
+        with self.lock:
+            return needed + sum(account.needed for account in self.accounts) <= self.budget
 
     def open(self, name: str, *, fixed: int, least: int) -> Account:
         account = Account(self, name, fixed, least)
-        with self._lock:
-            if account.needed + sum(other.needed for other in self._accounts) > self.budget:
+        with self.lock:
+            if account.needed + sum(other.needed for other in self.accounts) > self.budget:
                 raise NoRoomError(f"{account.needed} bytes do not fit")
-            self._accounts.append(account)
+            self.accounts.append(account)
         return account
 
     def claim(self, account: Account) -> bool:
         """Count the fixed part, for which others give way. False: not yet."""
-        with self._lock:
-            if not account.is_claimed and self._free >= account.fixed:
+        with self.lock:
+            if not account.is_claimed and self.unclaimed >= account.fixed:
                 account.is_claimed = True
             if account.is_claimed:
                 return True
-            lacking = account.fixed - self._free - self._on_its_way
-            woken = self._reclaim(account, lacking, NEVER, entitled=True)
+            lacking = account.fixed - self.unclaimed - self.on_its_way
+            woken = self.reclaim(account, lacking, NEVER, entitled=True)
         _wake(woken)
         return False
-
-    def close(self, account: Account) -> None:
-        with self._lock:
-            self._accounts.remove(account)
-            woken = self._waiting
-        _wake(woken)
-
-    # -- K/V ---------------------------------------------------------------------------------------------------
-
-    def ask(self, account: Account, more: int, oldest: float, ahead: int = 0) -> bool:
-        with self._lock:
-            entitled = account.kv < account.least
-            others = [other for other in self._accounts if other is not account]
-            may_take = entitled or not any(other.is_entitled for other in others)
-            granted = min(more + ahead, self._free) if may_take else 0
-            # If it was to give something back, it keeps that: those who wait for it must ask again.
-            is_broken = granted > 0 and account.target < account.kv
-            disappointed = [other for other in others if other.missing > 0] if is_broken else []
-            account.kv += granted
-            if granted:
-                account.target = account.kv
-            account.missing = max(0, more - granted)
-            lacking = account.missing - self._on_its_way
-            woken = self._reclaim(account, lacking, oldest, entitled=entitled) if lacking > 0 else []
-            woken += disappointed
-            soon = sum(min(other.kv - other.target, other.unused) for other in others)
-            coming = account.missing > 0 and soon > 0
-        _wake(woken)
-        return coming
-
-    def give_back(self, account: Account, kv: int) -> None:
-        with self._lock:
-            woken = self._waiting if kv < account.kv else []
-            account.kv = kv
-            account.target = min(account.target, kv)
-        _wake(woken)
-
-    def keep(self, account: Account, kv: int) -> None:
-        with self._lock:
-            kept = max(account.target, min(account.kv, kv))
-            woken = self._waiting if kept > account.target else []
-            account.target = kept
-        _wake([other for other in woken if other is not account])
-
-    def is_owed(self, account: Account) -> bool:
-        with self._lock:
-            return any(other.is_entitled for other in self._accounts if other is not account)
-
-    def keep_used(self, account: Account) -> None:
-        self.keep(account, account.least if self.is_owed(account) else account.kv)
 
     # -- looking -----------------------------------------------------------------------------------------------
 
     def account_status(self) -> list[AccountStatus]:
-        with self._lock:
-            return [AccountStatus(account.name, account.fixed, account.kv, account.least) for account in self._accounts]
+        with self.lock:
+            return [AccountStatus(account.name, account.fixed, account.kv, account.least) for account in self.accounts]
 
     @property
     def free(self) -> int:
-        with self._lock:
-            return self._free
+        with self.lock:
+            return self.unclaimed
 
     def check(self) -> None:
         """Raise AssertionError if more was granted than there is."""
-        with self._lock:
-            if self._free < 0 or any(account.target > account.kv for account in self._accounts):
-                raise AssertionError(f"the budget of {self.budget} bytes is exceeded by {-self._free}")
+        with self.lock:
+            if self.unclaimed < 0 or any(account.target > account.kv for account in self.accounts):
+                raise AssertionError(f"the budget of {self.budget} bytes is exceeded by {-self.unclaimed}")
 
     # -- inside, with the lock held ----------------------------------------------------------------------------
 
     @property
-    def _free(self) -> int:
-        return self.budget - sum(account.taken for account in self._accounts)
+    def unclaimed(self) -> int:
+        return self.budget - sum(account.taken for account in self.accounts)
 
     @property
-    def _on_its_way(self) -> int:
+    def on_its_way(self) -> int:
         """What accounts must give back and have not yet."""
-        return sum(account.kv - account.target for account in self._accounts)
+        return sum(account.kv - account.target for account in self.accounts)
 
     @property
-    def _waiting(self) -> list[Account]:
-        return [account for account in self._accounts if account.missing > 0]
+    def waiting(self) -> list[Account]:
+        return [account for account in self.accounts if account.missing > 0]
 
-    def _reclaim(self, account: Account, lacking: int, oldest: float, *, entitled: bool) -> list[Account]:
+    def reclaim(self, account: Account, lacking: int, oldest: float, *, entitled: bool) -> list[Account]:
         """Make others give `lacking` bytes back: what is empty, then what was used before `oldest`, the oldest first;
         if the account is `entitled`, also what they have beyond their own least. Returns those to wake."""
         lowered: dict[Account, None] = {}
-        others = [other for other in self._accounts if other is not account and not other.is_rigid]
+        others = [other for other in self.accounts if other is not account and not other.is_rigid]
         others.sort(key=lambda other: other.oldest)
         for other in others:
             lacking -= _lower_target(other, lacking, other.vacant, lowered)

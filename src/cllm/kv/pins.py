@@ -19,7 +19,6 @@ from hashlib import blake2b
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from cllm.kv.radix import COMMON_SPACE
-from cllm.kv.sequence import KVSequence
 
 log = logging.getLogger("cllm.kv")
 
@@ -256,7 +255,3 @@ def _line(pin: Pin[Any], state: str, to_time: float, prefix: int | None) -> dict
         "since": round(pin.since + to_time, 1),
         "until": None if math.isinf(pin.until) else round(pin.until + to_time, 1),
     }
-
-
-def pinned_prefix(sequence: KVSequence, tokens: int) -> PinnedPrefix:
-    return PinnedPrefix(sequence.tokens[:tokens], sequence.space)

@@ -30,6 +30,11 @@ class Throughput:
         self.total += count
 
     @property
+    def is_known(self) -> bool:
+        """Whether enough was measured to outweigh the first guess."""
+        return self.total >= GUESS_BYTES
+
+    @property
     def bytes_per_s(self) -> float:
         return self._bytes / self._seconds
 

@@ -237,10 +237,10 @@ class Catalog:
                 self.count("damaged")
                 self._shorten(model, segment, block, file)
         except FileNotFoundError:
-            self._forget(model, segment, 0)
+            self.forget(model, segment)
         except OSError as error:
             log.debug("%s is damaged and cannot be shortened: %s", segment.path, error)
-            self._forget(model, segment, block)
+            self.forget(model, segment, block)
 
     def _is_still(self, segment: Segment, file: int, record: Record) -> bool:
         """Whether the file is as we know it. Otherwise it was shortened or replaced, or its headers are damaged."""
@@ -251,11 +251,7 @@ class Catalog:
         except DamagedError:
             return False
 
-    def forget(self, model: ModelEntry, segment: Segment) -> None:
-        """Its file cannot be read: leave it alone."""
-        self._forget(model, segment, 0)
-
-    def _forget(self, model: ModelEntry, segment: Segment, block: int) -> None:
+    def forget(self, model: ModelEntry, segment: Segment, block: int = 0) -> None:
         """Forget blocks in memory only; what remains is not appended to, because its file has another length."""
         with self.lock:
             if model.index.segments.get(segment.path) is segment and block < segment.count:
@@ -344,7 +340,7 @@ class Catalog:
                     self.files.remove(found.path)
                     self.count("evicted_bytes", found.size)
                     if known is not None:
-                        self._forget(*known, 0)
+                        self.forget(*known)
                     return found.size
                 model, segment = known
                 block = self._cut_for(segment, first, excess)
@@ -353,7 +349,7 @@ class Catalog:
                 return freed
         except FileNotFoundError:
             if known is not None:
-                self._forget(*known, 0)
+                self.forget(*known)
             return found.size
         except OSError as error:  # being written to, or cannot be removed: others go instead
             log.debug("%s cannot be evicted: %s", found.path, error)

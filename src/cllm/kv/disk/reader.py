@@ -60,7 +60,7 @@ class ReadTicket:
         self.buffers = buffers
         self._tell = tell
         self._finished = threading.Event()
-        self._cancelled = False
+        self.cancelled = False
 
     @property
     def done(self) -> bool:
@@ -70,13 +70,9 @@ class ReadTicket:
     def complete(self) -> bool:
         return self.done and self.loaded == self.pieces
 
-    @property
-    def cancelled(self) -> bool:
-        return self._cancelled
-
     def cancel(self) -> None:
         """It is no longer needed; `done` follows soon."""
-        self._cancelled = True
+        self.cancelled = True
 
     def wait(self, timeout: float | None = None) -> bool:
         return self._finished.wait(timeout)

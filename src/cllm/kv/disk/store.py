@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,6 @@ from cllm.kv.disk.reader import Reader, ReadTicket
 from cllm.kv.disk.staging import Staging
 from cllm.kv.disk.threads import DaemonPool, Worker
 from cllm.kv.disk.writer import Writer
-from cllm.kv.throughput import GUESS_BYTES
 
 Block = NDArray[np.uint8] | memoryview | bytes
 POOL_THREADS = 4
@@ -39,25 +38,6 @@ POOL_THREADS = 4
 
 LOOK_INTERVAL_S = 2.0
 """How often, at most, the directory is listed for what other processes wrote; only on a miss."""
-
-
-@dataclass(frozen=True, slots=True)
-class DiskStats:
-    """The store in numbers."""
-
-    directory: str
-    limit: int
-    bytes: int
-    """All models' and processes' bytes, at the last survey."""
-    blocks: int
-    """Blocks of this process's models."""
-    write_bytes_per_s: float
-    read_bytes_per_s: float
-    trouble: str | None
-    """Why nothing is written now."""
-    counts: Mapping[str, int]
-    """damaged, torn, misplaced, vanished, outdated, foreign: files. unwritten_bytes, evicted_bytes.
-    read_errors, write_errors."""
 
 
 class DiskStore:
@@ -99,7 +79,7 @@ class DiskStore:
             Worker("cllm-kv-read", self.reader.work),
         )
         self._threads = threads
-        self._closed = False
+        self.closed = False
         if threads:
             for worker in self._workers:
                 worker.start()
@@ -126,10 +106,6 @@ class DiskStore:
         """Size of the directory at the last survey."""
         return self._catalog.bytes
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     def allow_queue(self, nbytes: int) -> None:
         """Raise the limit of the write queue to `nbytes`, if that is more."""
         self.writer.queue_bytes = max(self.writer.queue_bytes, nbytes)
@@ -139,28 +115,22 @@ class DiskStore:
         with self._catalog.lock:
             return self.reader.speed.seconds(nbytes + self.reader.queued_bytes)
 
-    @property
-    def read_bytes_per_s(self) -> float:
-        return self.reader.speed.bytes_per_s
-
-    @property
-    def read_speed_known(self) -> bool:
-        """Whether enough was read to outweigh the first guess."""
-        return self.reader.speed.total >= GUESS_BYTES
-
-    def stats(self) -> DiskStats:
+    def details(self) -> dict[str, Any]:
+        """The store in numbers, as `GET /kv` shows them; `blocks` are those of this process's models. `trouble`: why
+        nothing is written now. `counts` has files (damaged, torn, misplaced, vanished, outdated, foreign), bytes
+        (unwritten_bytes, evicted_bytes) and failed calls (read_errors, write_errors)."""
         catalog = self._catalog
         with catalog.lock:
-            return DiskStats(
-                directory=catalog.directory.root,
-                limit=catalog.limit,
-                bytes=catalog.bytes,
-                blocks=sum(len(model.index) for model in catalog.models.values()),
-                write_bytes_per_s=self.writer.speed.bytes_per_s,
-                read_bytes_per_s=self.reader.speed.bytes_per_s,
-                trouble=self.writer.trouble,
-                counts=dict(catalog.counts),
-            )
+            return {
+                "directory": catalog.directory.root,
+                "limit_bytes": catalog.limit,
+                "bytes": catalog.bytes,
+                "blocks": sum(len(model.index) for model in catalog.models.values()),
+                "write_bytes_per_s": round(self.writer.speed.bytes_per_s),
+                "read_bytes_per_s": round(self.reader.speed.bytes_per_s),
+                "trouble": self.writer.trouble,
+                "counts": dict(catalog.counts),
+            }
 
     def wake(self, *, to_read: bool = True) -> None:
         """There is something to do: wake the writer, and, if it is `to_read`, the reader."""
@@ -187,9 +157,9 @@ class DiskStore:
 
     def close(self, flush_s: float = 5.0) -> None:
         """Write what is queued, for at most `flush_s`, then stop."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = self.writer.closed = True
+        self.closed = self.writer.closed = True
         if flush_s > 0:
             self.flush(flush_s)
         if self._threads:

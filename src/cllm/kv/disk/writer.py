@@ -260,15 +260,7 @@ class Writer:
                 segment.header.id, segment.size, model.block_bytes, run.nbytes, 0, tuple(run.names), array("I")
             )
             linked = self._fill(file, record, run.blocks, size)
-        with catalog.lock:
-            catalog.writing = None
-            if linked:
-                first = segment.count
-                segment.size += size
-                model.written_bytes += size
-                segment.add(record)
-                segment.use(segment.count, catalog.directory.stamps(1))
-                model.index.add(segment, first)
+        self._index(model, segment, record, size if linked else 0)
         catalog.touch(model, run.names[-1])
         return True
 
@@ -286,17 +278,24 @@ class Writer:
             record = Record(header.id, PAGE, SEQUENCE_PIECE, saved.nbytes, saved.count, tuple(saved.names), array("I"))
             linked = self._fill(file, record, pieces, size)
         with catalog.lock:
-            catalog.writing = None
             covered = model.index.covered(saved.names[:-1], saved.tokens)
-            if linked:
-                segment.size += size
-                model.written_bytes += size
-                segment.add(record)
-                model.index.add(segment)
+        self._index(model, segment, record, size if linked else 0)
         catalog.touch_sequence(segment)
         for other in covered:
             catalog.supersede(model, other)
         return True
+
+    def _index(self, model: ModelEntry, segment: Segment, record: Record, size: int) -> None:
+        """A record of `size` bytes can be read from now on; 0: its file was removed meanwhile."""
+        with self._catalog.lock:
+            self._catalog.writing = None
+            if size:
+                first = segment.count
+                segment.size += size
+                model.written_bytes += size
+                segment.add(record)
+                segment.use(segment.count, self._catalog.directory.stamps(1))
+                model.index.add(segment, first)
 
     def _header(self, model: ModelEntry, kind: SegmentKind, parent: bytes, first: int) -> SegmentHeader:
         block_bytes = model.block_bytes if kind is SegmentKind.BLOCKS else 0

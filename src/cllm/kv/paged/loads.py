@@ -133,7 +133,7 @@ class BlockLoads:
 
         def begin(blocks: list[int]) -> Transfer:
             load.buffers = self._arena.content.landing(blocks)
-            return model_store.load(names, load.buffers, lambda _: disk.notify())
+            return model_store.load(names, load.buffers, lambda _: disk.on_arrival())
 
         try:
             self._begin(load, found, begin)
@@ -153,7 +153,7 @@ class BlockLoads:
         cached = found.matched // self._arena.prefixes.tree.unit_bytes
         tokens = sequence.prefix[: (cached + len(names)) * self._arena.block_size]
         holder = LoadingSequence(tokens, space=sequence.space)
-        return Load(sequence, holder, first=cached, names=names, deadline=self._clock() + wait_s)
+        return Load(sequence, holder, first=cached, names=frozenset(names), deadline=self._clock() + wait_s)
 
     def _begin(self, load: Load, found: BlockMatch, begin: Callable[[list[int]], Transfer]) -> None:
         """Allocate blocks for a load, which are known to be available, and start it. On failure nothing has changed."""

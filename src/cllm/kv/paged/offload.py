@@ -43,13 +43,14 @@ class BlockOffload:
         them, to disk."""
         host, prefixes = self._tiers.host, self._arena.prefixes
         if host is not None and host.usable:
-            leaving = list(prefixes.next_to_go(count))
-            leaving.reverse()  # parents before children, as in every chain
-            host.keep(
-                [name for names, _ in leaving for name in names], [block for _, part in leaving for block in part]
-            )
+            names: list[bytes] = []
+            blocks: list[int] = []
+            for some_names, some_blocks in reversed(list(prefixes.next_to_go(count))):
+                names += some_names  # parents before children, as in every chain
+                blocks += some_blocks
+            host.keep(names, blocks)
             self.count_copies()
-        elif self.to_disk.blocks > prefixes.evictable - count:
+        elif self.to_disk.blocks > max(0, prefixes.evictable - count):
             self.to_disk.rescue(self._time(RESCUE_S, RESCUE_S))
 
     def reuse(self, blocks: Iterable[int]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from cllm.kv.paged.arena import Arena
 from cllm.kv.paged.block_table import BlockNode
 from cllm.kv.paged.room import Room
-from cllm.kv.pins import PinMark, Pins, pinned_prefix
+from cllm.kv.pins import PinMark, PinnedPrefix, Pins
 from cllm.kv.sequence import KVSequence
 
 
@@ -28,7 +28,7 @@ class BlockPins:
         if not sequence.intact or sequence.num_computed < blocks * size:
             self.all.refuse(mark, "it was not fully computed, or part of it has been dropped since")
             return
-        of, prefixes = pinned_prefix(sequence, blocks * size), self._arena.prefixes
+        of, prefixes = PinnedPrefix(sequence.tokens[: blocks * size], sequence.space), self._arena.prefixes
         if self.all.renew(of.id, mark):
             return
 

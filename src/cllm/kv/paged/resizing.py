@@ -127,7 +127,7 @@ class ArenaResizer:
             used = pool.total - pool.free
         goal = max(goal, -(-used // size))
         if goal < extents.open:
-            above = self._used_above(goal)
+            above = pool.free_map.count(0, goal * size, pool.total)
             if above and arena.pinned:
                 return False  # blocks being loaded must not move; it goes on when they have arrived
             if not self._vacate(goal, above):
@@ -142,10 +142,6 @@ class ArenaResizer:
             account.keep_used()
             return False
         return account.target < account.kv
-
-    def _used_above(self, goal: int) -> int:
-        pool = self._arena.pool
-        return pool.free_map.count(0, goal * pool.extents.size, pool.total)
 
     def _vacate(self, goal: int, above: int) -> bool:
         """Move the `above` blocks above the first `goal` extents down, and give that memory back to the OS."""

@@ -21,7 +21,6 @@ from typing import Any, Literal
 import numpy as np
 
 from cllm.errors import BackendError
-from cllm.kv.ops import Move
 from cllm.kv.paged.arena import Arena
 from cllm.kv.paged.compaction import (
     CompactionEstimate,
@@ -133,8 +132,9 @@ class Upkeep:
             return True
         if self._compact(budget_s):
             return True
-        spare = self._spare_extents()
-        if spare > 0 and self.release(self._highest_run(min(spare, self._extents_at_once()))):
+        at_once = 1 if arena.running else max(1, RELEASE_BYTES // arena.extent_bytes)
+        spare = min(self._spare_extents(), at_once)
+        if spare > 0 and self.release(self._highest_run(spare)):
             return True
         self._settled = True
         self.trigger.judge(self.released_bytes, self._clock(), at_once=True)
@@ -177,9 +177,6 @@ class Upkeep:
             start -= 1
         return range(start, end)
 
-    def _extents_at_once(self) -> int:
-        return 1 if self._arena.running else max(1, RELEASE_BYTES // self._arena.extent_bytes)
-
     def release(self, run: range) -> bool:
         """Give the memory of these empty extents back to the OS. Neighbours that went before are included once more, so
         that pages across the border go, too."""
@@ -205,7 +202,9 @@ class Upkeep:
             return False
         if self._left_to_move <= 0 and not self._begin_compaction():
             return False
-        moved = self._move(self._fill_holes, self._left_to_move, budget_s)
+        # Not into empty extents: each one filled costs one of those that the moves empty.
+        holes = self._arena.pool.holes
+        moved = self._move(lambda free, most: plan_fill(free, most, holes()), self._left_to_move, budget_s)
         if moved is None:
             return self._left_to_move > 0
         self._left_to_move -= moved
@@ -213,10 +212,6 @@ class Upkeep:
             self._left_to_move = 0
             self.compactions += 1
         return True
-
-    def _fill_holes(self, free: bytes | bytearray, most: int) -> list[Move]:
-        """Not into empty extents: each one filled costs one of those that the moves empty."""
-        return plan_fill(free, most, self._arena.pool.holes())
 
     def _begin_compaction(self) -> bool:
         after = self.settings.release_after_s

@@ -107,11 +107,6 @@ class PrefixIndex:
             node.value.discard(entry)
             node = self._tree.remove(node) if not node.value else node.parent
 
-    def covered_by(self, entry: CacheEntry) -> set[CacheEntry]:
-        """The unpinned entries that are a prefix of this one, or equal to it."""
-        on_path = (other for node in entry.path() for other in node.value if other.node is node)
-        return {other for other in on_path if other is not entry and not other.pinned}
-
     def examine(self) -> Iterator[tuple[CacheEntry | None, int]]:
         """Check all nodes, then all entries. Yields the tokens checked, with the entry if it was one."""
         entries: set[CacheEntry] = set()

@@ -49,11 +49,11 @@ class SequenceLoads:
         if wait_s is None:
             return NO_LOAD
         holder = LoadingSequence(sequence.tokens[: found.matched], space=sequence.space)
-        load = Load(sequence, holder, names=wanted, deadline=self._clock() + wait_s)
+        load = Load(sequence, holder, names=frozenset(wanted), deadline=self._clock() + wait_s)
         self._room.make_room(found.nbytes, places.store_bytes)
         try:
             load.buffers = [np.empty(found.nbytes, np.uint8)]
-            load.transfer = model_store.load_sequence(found, load.buffers[0], lambda _: disk.notify())
+            load.transfer = model_store.load_sequence(found, load.buffers[0], lambda _: disk.on_arrival())
         except Exception as error:
             disk.fault("loading a sequence from disk", error)
             return NO_LOAD

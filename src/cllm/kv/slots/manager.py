@@ -374,7 +374,7 @@ class SlotKVManager(KVManager):
 
     def view(self) -> KVView:
         places = self.places
-        saved = [*(pin.holder for pin in places.pins.by_id.values()), *places.store.entries]
+        saved = [*(pin.holder for pin in places.pins.by_id.values()), *places.store]
         return slots_view(places.slots, saved, places.geometry, places.bytes_per_token)
 
     def examine(self) -> Iterator[int]:

@@ -117,7 +117,7 @@ class SequenceOffload:
         places, disk, model_store = self._places, self._tiers.disk, self._tiers.model_store
         if disk is None or model_store is None or not disk.pays:
             return None
-        for entry in [*places.held_in_slots(), *places.store.entries]:
+        for entry in [*places.held_in_slots(), *places.store]:
             size = places.saved_bytes(entry)
             if entry.offered or not self._worth(disk, entry) or self._speed_of(entry).seconds(size) > most_s:
                 continue

@@ -5,7 +5,7 @@ They lie beside the store and within its limit.
 
 from __future__ import annotations
 
-from cllm.kv.pins import PinMark, pinned_prefix
+from cllm.kv.pins import PinMark, PinnedPrefix
 from cllm.kv.sequence import KVSequence
 from cllm.kv.sizing import most_bytes
 from cllm.kv.slots.index import CacheEntry, entry_of
@@ -21,7 +21,7 @@ def pin_sequence(places: SlotPlaces, room: SlotRoom, sequence: KVSequence, mark:
     if not sequence.intact or sequence.num_computed < tokens:
         pins.refuse(mark, "it was not fully computed, or part of it has been dropped since")
         return
-    of = pinned_prefix(sequence, tokens)
+    of = PinnedPrefix(sequence.tokens[:tokens], sequence.space)
     if pins.renew(of.id, mark):
         return
     needed = most_bytes(sequence.num_computed, places.bytes_per_token)

@@ -192,9 +192,9 @@ class SlotPlaces:
         self.index.remove(entry)
 
     def discard_covered(self, entry: CacheEntry, shortest: int = 0) -> None:
-        """Drop ended sequences of at least `shortest` tokens that are a prefix of this one."""
-        for other in self.index.covered_by(entry):
-            if other.owner is None and other.length >= shortest:
+        """Drop ended sequences of at least `shortest` tokens that are a prefix of this one, or equal to it."""
+        for other in {other for node in entry.path() for other in node.value if other.node is node} - {entry}:
+            if other.owner is None and not other.pinned and other.length >= shortest:
                 self.discard(other)
 
     def _drop_pin(self, entry: CacheEntry) -> None:

@@ -42,7 +42,9 @@ class SlotRoom:
             if source.slot == slot:
                 # A sequence of another space does not replace the source, which others still look for.
                 needed = source.length - cached >= SAVE_TAIL_TOKENS or source.space != space
-                self._take_over(source, slot, needed)
+                if not (needed and self._save(source)):
+                    places.index.remove(source)
+                places.slots[slot] = None
             elif source.slot is not None:
                 self.vacate(slot)
                 places.copy(source.slot, slot, source.length)
@@ -57,12 +59,6 @@ class SlotRoom:
             places.empty(slot)
             return False
         return True
-
-    def _take_over(self, source: CacheEntry, slot: int, needed: bool) -> None:
-        """Continue in the slot of a held sequence, saving it first if others may need it."""
-        if not (needed and self._save(source)):
-            self._places.index.remove(source)
-        self._places.slots[slot] = None
 
     def _load(self, source: CacheEntry, slot: int) -> None:
         places, saved = self._places, source.saved

@@ -29,10 +29,10 @@ class DiskTier(Tier):
         least_tokens: int = LEAST_TOKENS,
         worth_tokens: int = WORTH_TOKENS,
     ) -> None:
-        super().__init__(block_tokens, block_bytes, least_tokens)
+        super().__init__(block_tokens, block_bytes, least_tokens, store.reader.speed)
         self.store = store
         self.worth_blocks = -(-worth_tokens // block_tokens)
-        self.on_arrival: Callable[[], None] | None = None
+        self.on_arrival: Callable[[], None] = lambda: None
         """Called from other threads when a load has ended, or loads have become possible."""
         self._model_store: ModelStore | None = None
 
@@ -41,7 +41,7 @@ class DiskTier(Tier):
         if model_store.block_bytes != self.block_bytes:
             raise ValueError(f"blocks have {self.block_bytes} bytes here and {model_store.block_bytes} on disk")
         self._model_store = model_store
-        self.notify()
+        self.on_arrival()
 
     @property
     def model_store(self) -> ModelStore | None:
@@ -52,18 +52,6 @@ class DiskTier(Tier):
     def wait_limit(self, blocks: int, nbytes: int) -> float | None:
         """How long to wait for `nbytes` instead of computing `blocks` blocks. None: compute them."""
         return self._wait_limit(blocks, self.store.load_seconds(nbytes) + LATENCY_S)
-
-    @property
-    def measured(self) -> bool:
-        return self.store.read_speed_known
-
-    @property
-    def _block_load_s(self) -> float:
-        return self.block_bytes / self.store.read_bytes_per_s
-
-    def notify(self) -> None:
-        if self.on_arrival is not None:
-            self.on_arrival()
 
     def numbers(self, loading: int) -> DiskNumbers:
         store, model_store = self.store, self._model_store

@@ -14,6 +14,7 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from cllm.errors import BackendError, describe
 from cllm.kv.block_names import TOKEN_BYTES, chain
 from cllm.kv.ops import Copying, HostRows
-from cllm.kv.throughput import GUESS_BYTES, Throughput
+from cllm.kv.throughput import Throughput
 from cllm.kv.tiers.tier import LEAST_TOKENS, Tier
 from cllm.kv.usage import HostNumbers
 
@@ -38,21 +39,17 @@ FIRST_GUESS = 10e9
 """Bytes per second, before anything was copied."""
 
 
+@dataclass(slots=True, eq=False)
 class HostTransfer:
     """A batch of copies, as `Load` sees it."""
 
-    __slots__ = ("blocks", "copying", "done", "loaded", "names", "outwards", "rows")
-
-    def __init__(
-        self, copying: Copying, names: Sequence[bytes], blocks: Sequence[int], rows: Sequence[int], *, outwards: bool
-    ) -> None:
-        self.copying = copying
-        self.names = list(names)
-        self.blocks = list(blocks)
-        self.rows = list(rows)
-        self.outwards = outwards
-        self.done = False
-        self.loaded = 0
+    copying: Copying
+    names: Sequence[bytes]
+    blocks: Sequence[int]
+    rows: Sequence[int]
+    outwards: bool
+    done: bool = False
+    loaded: int = 0
 
     def cancel(self) -> None:
         """Nothing to do: it ends sooner than it could be interrupted."""
@@ -62,8 +59,8 @@ class HostTier(Tier):
     place = "host memory"
 
     def __init__(self, rows: HostRows, *, block_tokens: int, least_tokens: int = LEAST_TOKENS) -> None:
-        super().__init__(block_tokens, rows.row_bytes, least_tokens)
         self.inwards, self.outwards = Throughput(FIRST_GUESS), Throughput(FIRST_GUESS)
+        super().__init__(block_tokens, rows.row_bytes, least_tokens, self.inwards)
         self._rows = rows
         self._row_of: OrderedDict[bytes, int] = OrderedDict()
         """What is held, or will be when its copy is done; least recently used first, the end of a chain before its
@@ -160,14 +157,6 @@ class HostTier(Tier):
         queued = sum(len(moved.blocks) for moved in self._under_way if not moved.outwards)
         expected = self.inwards.seconds((queued + blocks) * self._rows.row_bytes) + LATENCY_S
         return self._wait_limit(blocks, expected) if self.usable else None
-
-    @property
-    def measured(self) -> bool:
-        return self.inwards.total >= GUESS_BYTES
-
-    @property
-    def _block_load_s(self) -> float:
-        return self.inwards.seconds(self.block_bytes)
 
     @contextmanager
     def busy(self, names: Sequence[bytes]) -> Iterator[None]:

@@ -9,6 +9,7 @@ give back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import Protocol
 
@@ -38,34 +39,22 @@ class LoadingSequence(KVSequence):
     counts_as_query = False
 
 
+@dataclass(slots=True, eq=False)
 class Load(PendingLoad):
-    __slots__ = (
-        "abandoned", "buffers", "deadline", "finished", "first", "holder", "more", "names", "requester", "transfer",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        requester: KVSequence | None,
-        holder: LoadingSequence | None = None,
-        *,
-        first: int = 0,
-        names: Sequence[bytes] = (),
-        deadline: float = 0.0,
-    ) -> None:
-        self.requester = requester
-        self.holder = holder
-        self.first = first
-        """The first of the holder's blocks that is read."""
-        self.names = frozenset(names)
-        self.deadline = deadline
-        """Nobody waits longer than this."""
-        self.buffers: Sequence[NDArray[np.uint8]] = ()
-        self.transfer: Transfer | None = None
-        self.finished = holder is None
-        self.abandoned = False
-        """Nobody waits any more, but the reader still owns the blocks."""
-        self.more = False
-        """All of it arrived, and a slower tier may have what follows."""
+    requester: KVSequence | None
+    holder: LoadingSequence | None = None
+    first: int = 0
+    """The first of the holder's blocks that is read."""
+    names: frozenset[bytes] = frozenset()
+    deadline: float = 0.0
+    """Nobody waits longer than this."""
+    buffers: Sequence[NDArray[np.uint8]] = ()
+    transfer: Transfer | None = None
+    finished: bool = False
+    abandoned: bool = False
+    """Nobody waits any more, but the reader still owns the blocks."""
+    more: bool = False
+    """All of it arrived, and a slower tier may have what follows."""
 
     @property
     def arrived(self) -> bool:
@@ -81,7 +70,7 @@ class Load(PendingLoad):
             self.transfer.cancel()
 
 
-NO_LOAD = Load(None)
+NO_LOAD = Load(None, finished=True)
 """No tier has anything worth waiting for."""
 
 

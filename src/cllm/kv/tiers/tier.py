@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 
 from cllm.errors import BackendError
+from cllm.kv.throughput import Throughput
 
 log = logging.getLogger("cllm.kv")
 
@@ -22,11 +22,13 @@ GRACE_S = 0.1
 """How much later than computing a load may be before its sequence stops waiting."""
 
 
-class Tier(ABC):
+class Tier:
     place: str
     """What log lines call it."""
 
-    def __init__(self, block_tokens: int, block_bytes: int, least_tokens: int) -> None:
+    def __init__(self, block_tokens: int, block_bytes: int, least_tokens: int, speed: Throughput) -> None:
+        """`speed`: of loading, as measured by whoever does it. Until it is known, loads are tried."""
+        self.speed = speed
         self.block_tokens = block_tokens
         self.block_bytes = block_bytes
         self.least_blocks = -(-least_tokens // block_tokens)
@@ -36,25 +38,15 @@ class Tier(ABC):
         self._strikes = 0
 
     @property
-    @abstractmethod
-    def measured(self) -> bool:
-        """Whether the speed of loading is known. Until it is, loads are tried."""
-
-    @property
-    @abstractmethod
-    def _block_load_s(self) -> float:
-        """Seconds to load one block, once loading has begun."""
-
-    @property
     def working(self) -> bool:
         return self._strikes < STRIKES
 
     @property
     def pays(self) -> bool:
         """Whether loading a block beats computing it, as far as is known."""
-        if self.token_s == 0.0 or not self.measured:
+        if self.token_s == 0.0 or not self.speed.is_known:
             return True
-        return self._block_load_s < self.compute_seconds(1)
+        return self.speed.seconds(self.block_bytes) < self.compute_seconds(1)
 
     def compute_seconds(self, blocks: int) -> float:
         """0: unknown."""
@@ -63,7 +55,7 @@ class Tier(ABC):
     def _wait_limit(self, blocks: int, load_s: float) -> float | None:
         """How long to wait for a load that should take `load_s`. None: compute instead."""
         compute_s = self.compute_seconds(blocks)
-        if blocks < self.least_blocks or (compute_s and self.measured and load_s >= compute_s):
+        if blocks < self.least_blocks or (compute_s and self.speed.is_known and load_s >= compute_s):
             return None
         return max(2 * load_s, compute_s) + GRACE_S if compute_s else UNKNOWN_COMPUTE_FACTOR * load_s + 1.0
 

@@ -62,19 +62,7 @@ class Tiers:
     def disk_details(self, loading: int) -> dict[str, Any] | None:
         if self.disk is None:
             return None
-        stats = self.disk.store.stats()
-        return {
-            "directory": stats.directory,
-            "limit_bytes": stats.limit,
-            "bytes": stats.bytes,
-            "blocks": stats.blocks,
-            "known": self.model_store is not None,
-            "loading": loading,
-            "write_bytes_per_s": round(stats.write_bytes_per_s),
-            "read_bytes_per_s": round(stats.read_bytes_per_s),
-            "trouble": stats.trouble,
-            "counts": dict(stats.counts),
-        }
+        return self.disk.store.details() | {"known": self.model_store is not None, "loading": loading}
 
     def host_details(self) -> dict[str, Any] | None:
         return None if self.host is None else self.host.details()
