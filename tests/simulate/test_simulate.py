@@ -412,12 +412,6 @@ def test_a_sweep_of_replicas_and_routings(tmp_path: Path) -> None:
     assert [each["figures"]["completed"] for each in results] == [40] * 5 + [120] * 5, "40 for each replica"
 
 
-def test_larger_chunks_where_small_ones_cost_more(tmp_path: Path) -> None:
-    file = tmp_path / "results.json"
-    invoke(*SMALL, "--what-if", "chunk-ms=0,250", "--json", str(file))
-    assert [result["settings"]["chunk_ms"] for result in json.loads(file.read_text())["results"]] == [0, 250]
-
-
 def test_a_sweep_of_rates(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     invoke(*SMALL, "--what-if", "rate=0.1,10", "--json", str(file))
