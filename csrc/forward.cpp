@@ -55,7 +55,7 @@ bool Forward::step(const int32_t* tokens, const std::vector<Chunk>& chunks, cons
     rotates_later_ = rows_are_apart();
     const Turn turn(team_);
     embed();
-    for (int layer = 0; layer < model_.shape.n_layers; ++layer) {
+    for (int layer = 0; layer < model_.shape.n_layers(); ++layer) {
         if (abort_.load(std::memory_order_relaxed)) return false;
         if (!run_layer(layer)) return true;
     }
@@ -92,8 +92,8 @@ void Forward::plan_rows(const std::vector<Chunk>& chunks) {
 }
 
 void Forward::embed() {
-    const Shape& s = model_.shape;
-    const int pairs = s.rope_dims / 2;
+    const int pairs = int(model_.rope_frequencies.size());
+    const int64_t embd = model_.shape.n_embd;
     const auto turn = [&](int64_t row, int position, Rotations& to) {
         for (int i = 0; i < pairs; ++i) {
             const double angle = position * model_.rope_frequencies[size_t(i)];
@@ -102,7 +102,7 @@ void Forward::embed() {
         }
     };
     each_panel(Phase::norm, [&](int, int64_t row) {
-        unpack_row(model_.token_embd, tokens_[row], work_.x.data() + row * s.n_embd);
+        unpack_row(model_.token_embd, tokens_[row], work_.x.data() + row * embd);
         const int position = positions_[size_t(row)], dropped = dropped_[size_t(row)];
         turn(row, position + dropped, work_.rotations);
         if (dropped > 0) turn(row, position, work_.sink_rotations);
@@ -113,7 +113,7 @@ void Forward::embed() {
 bool Forward::run_layer(int index) {
     const Layer& layer = model_.layers[size_t(index)];
     const Product q{&layer.q, work_.q.data()}, k{&layer.k, work_.k.data()}, v{&layer.v, work_.v.data()};
-    const bool last = index == model_.shape.n_layers - 1;
+    const bool last = index == model_.shape.n_layers() - 1;
     if (last && int64_t(wanted_.size()) < rows_) {
         // The other rows are needed for K and V only.
         multiply({k, v}, normalised(layer.attn_norm), false, Phase::norm, Phase::qkv);
@@ -124,7 +124,7 @@ bool Forward::run_layer(int index) {
         multiply({q}, normalised(layer.attn_norm), false, Phase::norm, Phase::qkv);
         timed(Phase::rope, [&] {
             team_.queue(rows_, [&](int, int64_t row) {
-                for (int head = 0; head < model_.shape.n_kv_heads; ++head) rotate_in_place(layer, row, head);
+                for (int head = 0; head < layer.shape.n_kv_heads; ++head) rotate_in_place(layer, row, head);
             });
         });
     } else {
@@ -140,7 +140,7 @@ bool Forward::run_layer(int index) {
 void Forward::feed_forward(const Layer& layer) {
     const Inputs inputs = normalised(layer.ffn_norm);
     make_shared(inputs, Phase::norm);
-    const int64_t groups = (model_.shape.n_ff + 31) / 32, parts = row_parts(groups);
+    const int64_t groups = (layer.shape.n_ff + 31) / 32, parts = row_parts(groups);
     timed(Phase::gate_up, [&] {
         team_.share(
             groups * parts, 1, [&](int thread) { make_own(inputs, thread); },
@@ -160,7 +160,7 @@ void Forward::feed_forward(const Layer& layer) {
 void Forward::activate(const Layer& layer, const InputBuffer& inputs, int64_t first_group, int64_t groups, Rows rows,
                        int thread) {
     constexpr int64_t tiles = 32 / kTileRows;
-    const int64_t ff = model_.shape.n_ff, embd = model_.shape.n_embd, first = first_group * 32, width = groups * 32;
+    const int64_t ff = layer.shape.n_ff, embd = model_.shape.n_embd, first = first_group * 32, width = groups * 32;
     const int64_t n = rows.last - rows.first;
     ThreadSpace& own = work_.threads[size_t(thread)];
     const auto multiply_into = [&](const PackedMatrix& whole, float* out) {
@@ -181,7 +181,7 @@ void Forward::activate(const Layer& layer, const InputBuffer& inputs, int64_t fi
 
 // The rest of the step computes wanted rows only: move them to the front.
 void Forward::keep_wanted_rows() {
-    const size_t pairs = size_t(model_.shape.rope_dims / 2);
+    const size_t pairs = model_.rope_frequencies.size();
     const auto move = [](Buffer<float>& rows, size_t from, size_t to, size_t width) {
         std::memmove(rows.data() + to * width, rows.data() + from * width, width * sizeof(float));
     };
@@ -217,7 +217,7 @@ Forward::Inputs Forward::normalised(const Vector& weight, const int* rows) {
 
 Forward::Inputs Forward::attended() {
     const auto make = [this](int64_t row, ThreadSpace&, InputBuffer& to) {
-        const int64_t size = model_.shape.q_size();
+        const int64_t size = model_.shape.layer().q_size();
         quantise(work_.attended.data() + row * size, size, row, to);
     };
     return {make, &Workspace::heads, &ThreadSpace::heads};

@@ -22,14 +22,14 @@ float mean_over_tokens(const uint16_t* tiles, int head_dim, int d) {
 }  // namespace
 
 void learn_key_shifts(Model& model, Forward& forward) {
-    const Shape& s = model.shape;
-    const KVLayout layout{s.n_layers, s.n_kv_heads, s.head_dim, kSample, KVType::f16, KVType::f16};
+    const LayerShape& s = model.shape.layer();
+    const KVLayout layout{model.shape.n_layers(), s.n_kv_heads, s.head_dim, kSample, KVType::f16, KVType::f16};
     const Region arena(layout.block_bytes());
     std::vector<int32_t> tokens(kSample);
-    for (int i = 0; i < kSample; ++i) tokens[size_t(i)] = int32_t(int64_t(i) * s.n_vocab / kSample);
+    for (int i = 0; i < kSample; ++i) tokens[size_t(i)] = int32_t(int64_t(i) * model.shape.n_vocab / kSample);
     const int32_t block = 0;
     forward.step(tokens.data(), {{kSample, 0, false, &block}}, layout, arena.data(), {});
-    for (int index = 0; index < s.n_layers; ++index) {
+    for (int index = 0; index < model.shape.n_layers(); ++index) {
         Vector& shift = model.layers[size_t(index)].key_shift;
         shift.resize(size_t(s.kv_size()));
         for (int i = 0; i < s.kv_size(); ++i) {

@@ -29,8 +29,8 @@ struct Slot {
     FusedRows fused = {};
 };
 
-std::vector<Slot> layer_slots(const Shape& s) {
-    const int64_t embd = s.n_embd, q = s.q_size(), kv = s.kv_size(), ff = s.n_ff, dim = s.head_dim;
+std::vector<Slot> layer_slots(const LayerShape& s, int64_t embd) {
+    const int64_t q = s.q_size(), kv = s.kv_size(), ff = s.n_ff, dim = s.head_dim;
     return {
         {"attn_norm", &Layer::attn_norm, nullptr, embd, 0}, {"ffn_norm", &Layer::ffn_norm, nullptr, embd, 0},
         {"attn_q.bias", &Layer::q_bias, nullptr, q, 0},     {"attn_k.bias", &Layer::k_bias, nullptr, kv, 0},
@@ -44,27 +44,47 @@ std::vector<Slot> layer_slots(const Shape& s) {
 
 }  // namespace
 
-void Shape::check() const {
-    check_range("n_layers", n_layers, 1, 4096);
-    check_range("n_embd", n_embd, 1, 1 << 17);
+void RotationShape::check(int head_dim) const {
+    check_range("rope_dims", dims, 2, head_dim);
+    if (dims % 2) refuse("rope_dims is " + std::to_string(dims) + ", which is odd");
+    if (!(base > 0 && std::isfinite(base))) refuse("rope_base is " + std::to_string(base));
+    if (!(scale > 0 && std::isfinite(scale))) refuse("rope_scale is " + std::to_string(scale));
+    if (!divisors.empty()) check_range("rope_divisors", int64_t(divisors.size()), dims / 2, dims / 2);
+    for (const double divisor : divisors)
+        if (!(divisor > 0 && std::isfinite(divisor))) refuse("a divisor of RoPE is " + std::to_string(divisor));
+}
+
+std::vector<double> RotationShape::frequencies() const {
+    std::vector<double> found(size_t(dims / 2));
+    for (size_t i = 0; i < found.size(); ++i)
+        found[i] = std::pow(base, -2.0 * int(i) / dims) * (1.0 / scale) / (divisors.empty() ? 1.0 : divisors[i]);
+    return found;
+}
+
+void LayerShape::check() const {
     check_range("n_kv_heads", n_kv_heads, 1, 1024);
     check_range("n_heads", n_heads, n_kv_heads, 1024);
     check_range("head_dim", head_dim, 8, 512);
     check_range("n_ff", n_ff, 1, 1 << 20);
-    check_range("n_vocab", n_vocab, 1, 1 << 22);
-    check_range("rope_dims", rope_dims, 2, head_dim);
     if (n_heads % n_kv_heads) refuse("n_heads is " + std::to_string(n_heads) + ", no multiple of n_kv_heads");
     if (head_dim % 8) refuse("head_dim is " + std::to_string(head_dim) + ", no multiple of 8");
-    if (rope_dims % 2) refuse("rope_dims is " + std::to_string(rope_dims) + ", which is odd");
+    rotation.check(head_dim);
+}
+
+void Shape::check() const {
+    check_range("n_layers", n_layers(), 1, 4096);
+    check_range("n_embd", n_embd, 1, 1 << 17);
+    check_range("n_vocab", n_vocab, 1, 1 << 22);
     if (!(rms_eps >= 0 && rms_eps < 1)) refuse("rms_eps is " + std::to_string(rms_eps));
-    if (!(rope_base > 0 && std::isfinite(rope_base))) refuse("rope_base is " + std::to_string(rope_base));
-    if (!(rope_frequency_scale > 0 && std::isfinite(rope_frequency_scale)))
-        refuse("rope_frequency_scale is " + std::to_string(rope_frequency_scale));
+    layer().check();
+    for (const LayerShape& other : layers)
+        if (!(other == layer())) refuse("its layers differ");
 }
 
 Model::Model(const Shape& s, const Kernels& k, Team& team) : shape(s), kernels(k), team_(team) {
     shape.check();
-    layers.resize(size_t(shape.n_layers));
+    layers.reserve(shape.layers.size());
+    for (const LayerShape& layer : shape.layers) layers.emplace_back().shape = layer;
 }
 
 void Model::load(int layer, const std::string& role, GgmlType type, int64_t rows, int64_t cols, const uint8_t* raw,
@@ -82,12 +102,11 @@ void Model::load(int layer, const std::string& role, GgmlType type, int64_t rows
         if (role == "token_embd") return load_matrix(token_embd, role, source, shape.n_vocab, shape.n_embd);
         if (role == "output") return load_matrix(output, role, source, shape.n_vocab, shape.n_embd);
         if (role == "output_norm") return load_vector(output_norm, role, source, shape.n_embd);
-        if (role == "rope_freqs") return load_vector(rope_factors_, role, source, shape.rope_dims / 2);
-    } else if (layer < shape.n_layers) {
-        for (const Slot& slot : layer_slots(shape)) {
+    } else if (layer < shape.n_layers()) {
+        Layer& to = layers[size_t(layer)];
+        for (const Slot& slot : layer_slots(to.shape, shape.n_embd)) {
             if (role != slot.role) continue;
             const std::string what = "layer " + std::to_string(layer) + " " + role;
-            Layer& to = layers[size_t(layer)];
             if (slot.vector) return load_vector(to.*slot.vector, what, source, slot.rows);
             return load_matrix(to.*slot.matrix, what, source, slot.rows, slot.cols, slot.fused);
         }
@@ -172,12 +191,11 @@ void Model::seal() {
     if (!output.data) output = token_embd;
     widest_input = output.cols;
     any_float = !output.quantised();
-    const auto slots = layer_slots(shape);
     for (size_t i = 0; i < layers.size(); ++i) {
         const std::string where = " of layer " + std::to_string(i) + " is missing";
         if (layers[i].attn_norm.empty()) refuse("attn_norm" + where);
         if (layers[i].ffn_norm.empty()) refuse("ffn_norm" + where);
-        for (const Slot& slot : slots) {
+        for (const Slot& slot : layer_slots(layers[i].shape, shape.n_embd)) {
             if (!slot.matrix) continue;
             const PackedMatrix& matrix = layers[i].*slot.matrix;
             if (!matrix.data) refuse(slot.role + where);
@@ -185,13 +203,7 @@ void Model::seal() {
             any_float = any_float || !matrix.quantised();
         }
     }
-    const int pairs = shape.rope_dims / 2;
-    rope_frequencies.resize(size_t(pairs));
-    for (int i = 0; i < pairs; ++i) {
-        const double factor = rope_factors_.empty() ? 1.0 : double(rope_factors_[size_t(i)]);
-        rope_frequencies[size_t(i)] =
-            std::pow(shape.rope_base, -2.0 * i / shape.rope_dims) * shape.rope_frequency_scale / factor;
-    }
+    rope_frequencies = shape.layer().rotation.frequencies();
     sealed_ = true;
 }
 

@@ -10,23 +10,50 @@
 
 namespace cllm {
 
-struct Shape {
-    int n_layers, n_embd, n_heads, n_kv_heads, head_dim, n_ff, n_vocab;
-    float rms_eps;
-    double rope_base;
-    int rope_dims;
-    bool rope_neox;
-    double rope_frequency_scale;
+// How the first `dims` dimensions of a head are rotated by a token's position.
+struct RotationShape {
+    double base;
+    int dims;
+    bool neox;                     // whether dimension i turns with i + dims / 2, not 2i with 2i + 1
+    double scale;                  // positions are divided by this
+    std::vector<double> divisors;  // of each pair of dimensions, beside that; empty: none
+
+    bool operator==(const RotationShape& other) const {
+        return base == other.base && dims == other.dims && neox == other.neox && scale == other.scale && divisors == other.divisors;
+    }
+    void check(int head_dim) const;
+    std::vector<double> frequencies() const;  // of each pair of dimensions
+};
+
+struct LayerShape {
+    int n_heads, n_kv_heads, head_dim, n_ff;
+    RotationShape rotation;
 
     int q_size() const { return n_heads * head_dim; }
     int kv_size() const { return n_kv_heads * head_dim; }
     int group() const { return n_heads / n_kv_heads; }
+    bool operator==(const LayerShape& other) const {
+        return n_heads == other.n_heads && n_kv_heads == other.n_kv_heads && head_dim == other.head_dim && n_ff == other.n_ff &&
+               rotation == other.rotation;
+    }
+    void check() const;
+};
+
+// What cllm.models.spec.ModelSpec says of a model.
+struct Shape {
+    int n_embd, n_vocab;
+    float rms_eps;
+    std::vector<LayerShape> layers;  // equal ones, so far: buffers, tiles and rotations are those of the first
+
+    int n_layers() const { return int(layers.size()); }
+    const LayerShape& layer() const { return layers.front(); }
     void check() const;  // throws std::invalid_argument with the number that is wrong
 };
 
 using Vector = std::vector<float>;  // empty: the model has none
 
 struct Layer {
+    LayerShape shape;
     Vector attn_norm, ffn_norm, q_bias, k_bias, v_bias, q_norm, k_norm;
     Vector key_shift;  // added to spread keys of four bits
     PackedMatrix q, k, v, output, gate, up, down;
@@ -83,7 +110,6 @@ private:
     Team& team_;
     WeightArena arena_;
     Filling filling_;
-    Vector rope_factors_;
     bool sealed_ = false;
 };
 

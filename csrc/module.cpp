@@ -46,6 +46,25 @@ KVType kv_type(const std::string& name) {
     refuse("there is no K/V type " + name);
 }
 
+template <class T>
+T field(const nb::handle& record, const char* name) {
+    return nb::cast<T>(record.attr(name));
+}
+
+// A cllm.models.spec.ModelSpec.
+Shape read_shape(const nb::handle& spec) {
+    Shape shape{field<int>(spec, "n_embd"), field<int>(spec, "n_vocab"), float(field<double>(spec, "rms_eps")), {}};
+    for (const nb::handle layer : spec.attr("layers")) {
+        const nb::object attention = layer.attr("attention"), rotation = attention.attr("rotation");
+        const auto divisors = field<std::optional<std::vector<double>>>(rotation, "divisors");
+        shape.layers.push_back({field<int>(attention, "n_heads"), field<int>(attention, "n_kv_heads"),
+                                field<int>(attention, "head_dim_k"), field<int>(layer.attr("feed_forward"), "size"),
+                                {field<double>(rotation, "base"), field<int>(rotation, "dims"), field<bool>(rotation, "neox"),
+                                 field<double>(rotation, "scale"), divisors.value_or(std::vector<double>())}});
+    }
+    return shape;
+}
+
 class Engine {
 public:
     Engine(const std::string& instruction_set, int threads, const Shape& shape)
@@ -65,8 +84,8 @@ public:
 
     void allocate(int64_t blocks, int block_size, const std::string& type_k, const std::string& type_v,
                   bool large_pages) {
-        const Shape& s = model_.shape;
-        const KVLayout layout{s.n_layers, s.n_kv_heads, s.head_dim, block_size, kv_type(type_k), kv_type(type_v)};
+        const LayerShape& s = model_.shape.layer();
+        const KVLayout layout{model_.shape.n_layers(), s.n_kv_heads, s.head_dim, block_size, kv_type(type_k), kv_type(type_v)};
         if (blocks < 1 || blocks > INT32_MAX) refuse("blocks is " + number(blocks));
         if (block_size < kTileTokens || block_size % kTileTokens || block_size > (1 << 16))
             refuse("block_size is " + number(block_size) + ", no multiple of " + number(kTileTokens));
@@ -370,16 +389,10 @@ NB_MODULE(_native, m) {
     nb::class_<Engine>(m, "Engine")
         .def(
             "__init__",
-            [](Engine* self, const std::string& instruction_set, int threads, int n_layers, int n_embd, int n_heads,
-               int n_kv_heads, int head_dim, int n_ff, int n_vocab, double rms_eps, double rope_base, int rope_dims,
-               bool rope_neox, double rope_frequency_scale) {
-                new (self) Engine(instruction_set, threads,
-                                  Shape{n_layers, n_embd, n_heads, n_kv_heads, head_dim, n_ff, n_vocab, float(rms_eps),
-                                        rope_base, rope_dims, rope_neox, rope_frequency_scale});
+            [](Engine* self, const std::string& instruction_set, int threads, const nb::object& spec) {
+                new (self) Engine(instruction_set, threads, read_shape(spec));
             },
-            nb::kw_only(), "instruction_set"_a, "threads"_a, "n_layers"_a, "n_embd"_a, "n_heads"_a, "n_kv_heads"_a,
-            "head_dim"_a, "n_ff"_a, "n_vocab"_a, "rms_eps"_a, "rope_base"_a, "rope_dims"_a, "rope_neox"_a,
-            "rope_frequency_scale"_a)
+            nb::kw_only(), "instruction_set"_a, "threads"_a, "spec"_a)
         .def_prop_ro("instruction_set", &Engine::instruction_set)
         .def_prop_ro("threads", &Engine::threads)
         .def_prop_ro("weight_bytes", &Engine::weight_bytes)

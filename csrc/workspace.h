@@ -54,7 +54,7 @@ struct ThreadSpace {
     Buffer<float> states, merged;  // of one attention tile
 };
 
-// Angles of the rows' rotations, [rows][rope_dims / 2].
+// Angles of the rows' rotations, [rows][rotated dimensions / 2].
 struct Rotations {
     Buffer<float> cosines, sines;
 

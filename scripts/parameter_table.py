@@ -16,9 +16,9 @@ from typing import Any, get_args
 from page_table import update_page
 
 from cllm.server.anthropic.schema import MessagesInput
+from cllm.server.app import REQUESTS
 from cllm.server.ollama.schema import OllamaRequest
 from cllm.server.openai.schema import OpenAIRequest
-from cllm.server.openapi import OF_SEVERAL, REQUESTS
 from cllm.server.schema.sampling import SamplingFields
 from cllm.server.schema.validation import A_HINT, RequestModel
 
@@ -39,7 +39,7 @@ SHARED: dict[Model, str] = {
 def endpoints() -> dict[Model, list[str]]:
     """The bodies of requests, and who takes them."""
     found: dict[Any, list[str]] = {}
-    for path, model in (REQUESTS | OF_SEVERAL).items():
+    for path, model in REQUESTS.items():
         found.setdefault(model, []).append(f"`POST {path}`")
     return found
 

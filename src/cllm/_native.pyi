@@ -3,6 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from cllm.models.spec import ModelSpec
+
 Ints = NDArray[np.int32]
 
 def instruction_sets() -> list[str]:
@@ -68,24 +70,7 @@ class Engine:
     the threads (`load`, `step`, `copy_blocks`, `move_blocks`, `prepare_pages`) wait for those of other engines, asleep.
     """
 
-    def __init__(
-        self,
-        *,
-        instruction_set: str,
-        threads: int,
-        n_layers: int,
-        n_embd: int,
-        n_heads: int,
-        n_kv_heads: int,
-        head_dim: int,
-        n_ff: int,
-        n_vocab: int,
-        rms_eps: float,
-        rope_base: float,
-        rope_dims: int,
-        rope_neox: bool,
-        rope_frequency_scale: float,
-    ) -> None:
+    def __init__(self, *, instruction_set: str, threads: int, spec: ModelSpec) -> None:
         """`instruction_set` "auto" takes the best one. Raises ValueError with what is wrong with a number, RuntimeError
         if the system has no more threads."""
 
@@ -112,7 +97,7 @@ class Engine:
         With `first_row`, `data` is that row and those after it of a matrix, one piece after another from row 0 on,
         of a multiple of 16 rows each except for the last.
 
-        Roles: token_embd, output, output_norm, rope_freqs; in layers attn_norm, attn_q, attn_k, attn_v, attn_output,
+        Roles: token_embd, output, output_norm; in layers attn_norm, attn_q, attn_k, attn_v, attn_output,
         attn_q.bias, attn_k.bias, attn_v.bias, attn_q_norm, attn_k_norm, ffn_norm, ffn_gate, ffn_up, ffn_down.
         A vector has one row. Raises ValueError for a wrong size, an unknown type or role, or values that are not
         finite.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -90,7 +90,7 @@ class Completion:
 
 
 class Sink(Protocol):
-    """Where the outputs of a request go, on the event loop: a `Generation`, or what a caller gave to `submit_to`."""
+    """Where the outputs of a request go, on the event loop: a `Generation`, or what a caller gave to `queue_for`."""
 
     @property
     def request(self) -> Request: ...
@@ -130,15 +130,8 @@ class Generation:
     Everything happens on the event loop of the thread that submitted it.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        tokenizer: Tokenizer,
-        cancel: Canceller,
-        shown: Mapping[int, bytes] | None = None,
-    ) -> None:
-        """`shown`: special tokens that are part of the text."""
-        params = request.params
+    def __init__(self, request: Request, tokenizer: Tokenizer, cancel: Canceller) -> None:
+        params, shown = request.params, request.submission.shown
         self.request = request
         self.request_id = request.id
         self.prompt_ids: Sequence[int] = request.prompt

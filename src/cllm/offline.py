@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cllm.config import load_config
 from cllm.dialect.tools import Tool, read_tools
 from cllm.engine.params import SamplingParams
+from cllm.engine.submission import Submission
 from cllm.errors import CLLMError, InvalidRequestError, ShuttingDownError
 from cllm.generation import Completion
 from cllm.llm import AsyncLLM
@@ -32,7 +33,7 @@ from cllm.tasks.arguments import (
     check_prompt,
     read_prompts,
 )
-from cllm.tasks.chat import ChatTurn, prepare_chat
+from cllm.tasks.chat import PreparedChat, prepare_chat
 from cllm.tasks.embedding import EmbeddingJob, shortened
 
 T = TypeVar("T")
@@ -144,7 +145,7 @@ class LLM:
 
     def kv(self) -> dict[str, Any]:
         """The state of the KV cache, as in `GET /kv`."""
-        return self._llm.kv()
+        return self._llm.executor.kv()
 
     def close(self) -> None:
         if self._loop.is_closed() or self._process != os.getpid():
@@ -196,14 +197,14 @@ class LLM:
         prompts = []
         for number, messages in enumerate(conversations):
             with about(_place("messages", number, conversations)):
-                prompts.append(self._wait(self._llm.encode_chat(messages, params)))
+                prompts.append(self._wait(self._llm.text.encode_chat(messages, params)))
         return self.generate(prompts, params, progress=False)
 
     async def _encode_all(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Sequence[int]]:
         encoded = []
         for number, prompt in enumerate(prompts):
             with about(_place("prompts", number, prompts)):
-                encoded.append(self._llm.encode(prompt, params))
+                encoded.append(self._llm.text.encode(prompt, params))
             await asyncio.sleep(0)  # other threads' work on this loop goes on
         return encoded
 
@@ -228,15 +229,15 @@ class LLM:
 
     async def _prepare_all(
         self, conversations: Sequence[Messages], params: SamplingParams, tools: Sequence[Tool]
-    ) -> list[ChatTurn]:
+    ) -> list[PreparedChat]:
         turns = []
         for number, messages in enumerate(conversations):
             with about(_place("messages", number, conversations)):
-                turns.append(await prepare_chat(self._llm, messages, params, tools))
+                turns.append(await prepare_chat(self._llm.text, messages, params, tools))
         return turns
 
-    async def _answer(self, turn: ChatTurn) -> Completion:
-        (completion,) = await turn.submit().collect(turn.reader)
+    async def _answer(self, turn: PreparedChat) -> Completion:
+        (completion,) = await self._llm.queue(turn.submission).collect(turn.readers[0])
         return completion
 
     async def _complete(self, prompt: Prompt, params: SamplingParams) -> list[Completion]:
@@ -245,19 +246,20 @@ class LLM:
     async def _compile(self, params: SamplingParams | None) -> Grammar | None:
         """Compiled once: later prompts find it in the compiler's cache."""
         structure = None if params is None else params.structured
-        return None if structure is None else await self._llm.compile(structure)
+        return None if structure is None else await self._llm.text.compile(structure)
 
     async def _embed_all(self, texts: Sequence[Prompt], dimensions: int | None) -> NDArray[np.float32]:
-        if (reason := self._llm.embedder.no_embeddings) is not None:
+        if (reason := self._llm.text.embedder.no_embeddings) is not None:
             raise InvalidRequestError(reason, "model")
-        size = self._llm.shape.n_embd
+        size = self._llm.text.spec.n_embd
         if dimensions is not None and not (isinstance(dimensions, int) and 1 <= dimensions <= size):
             raise InvalidRequestError(f"dimensions is {dimensions!r}; it must be 1 to {size}", "dimensions")
-        encode, ids = self._llm.embedder.encode_text, []
+        encode, ids = self._llm.text.embedder.encode_text, []
         for number, text in enumerate(texts):
             with about(_place("texts", number, texts)):
-                ids.append(self._llm.encode(encode(text) if isinstance(text, str) else text, EMBEDDING))
-        vectors = await EmbeddingJob(self._llm, ids).compute()
+                ids.append(self._llm.text.encode(encode(text) if isinstance(text, str) else text, EMBEDDING))
+        texts_to_embed = [Submission(each, EMBEDDING, embeds=True) for each in ids]
+        vectors = await EmbeddingJob(self._llm, texts_to_embed).compute()
         if not vectors:
             return np.empty((0, dimensions or size), np.float32)
         return np.stack([shortened(vector, dimensions) for vector in vectors])

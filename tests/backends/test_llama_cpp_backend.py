@@ -22,13 +22,13 @@ from cllm.backends.llama_cpp.library import load_library
 from cllm.config.kv import WindowConfig
 from cllm.engine.params import SamplingParams
 from cllm.errors import BackendError, ConfigError, ModelError, StepAbortedError, UnsupportedOperationError
-from cllm.kv.memory import CPU_KV_TYPES
 from cllm.kv.ops import BlockGeometry, SlotGeometry, SlotOps
-from cllm.loading.context import ContextLimit
-from cllm.loading.facts import facts_of
-from cllm.loading.windows import Windows
+from cllm.kv.sizing import CPU_KV_TYPES
+from cllm.loading.facts import ModelFacts
+from cllm.loading.text_model import configured_window
 from cllm.machine import MemoryLimit
 from cllm.models.registry import resolve
+from cllm.models.spec import AttentionSpec
 from cllm.offline import LLM
 from step_of import rows_of
 from thorough import slow
@@ -160,10 +160,10 @@ def test_only_chunks_that_want_logits_get_a_row(backend: LlamaCppBackend, prompt
     rows = rows_of(
         backend, [Chunk(prompts[0], 0, False, 3), Chunk(prompts[2], 0, True, 0), Chunk(prompts[1], 0, False, 1)]
     )
-    assert rows.shape == (1, backend.shape.n_vocab)
+    assert rows.shape == (1, backend.spec.n_vocab)
     assert_close(rows[0], alone)
-    assert rows_of(backend, [Chunk(prompts[0], 0, False, 2)]).shape == (0, backend.shape.n_vocab)
-    assert rows_of(backend, []).shape == (0, backend.shape.n_vocab)
+    assert rows_of(backend, [Chunk(prompts[0], 0, False, 2)]).shape == (0, backend.spec.n_vocab)
+    assert rows_of(backend, []).shape == (0, backend.spec.n_vocab)
 
 
 def test_rows_in_the_order_of_slots_are_not_copied(backend: LlamaCppBackend, prompts: list[array[int]]) -> None:
@@ -432,13 +432,13 @@ def test_a_range_in_the_middle_is_cut_out(backend: LlamaCppBackend) -> None:
 def test_windows_are_refused_for_keys_that_would_not_survive_them(type_k: str, type_v: str) -> None:
     with make(kv_type_k=type_k, kv_type_v=type_v) as backend:
         backend.allocate(SlotGeometry(1, 256))
-        facts = facts_of("m", "", backend, context=ContextLimit(256, "", ""), bytes_per_token=1, unit_tokens=1)
+        facts = ModelFacts("m", "", 0, backend.traits, backend.shape, 256, "", bytes_per_token=1, unit_tokens=1)
         asked = WindowConfig(recent=64)
         if type_k != "q4_0":
-            assert Windows(asked, facts).of(None) is not None
+            assert configured_window(asked, facts) is not None
             return
         with pytest.raises(ConfigError, match=r"kv\.window: .*4-bit keys do not survive; set resources\.kv_type_k to"):
-            Windows(asked, facts)
+            configured_window(asked, facts)
         with pytest.raises(UnsupportedOperationError, match="4-bit keys"):
             backend.ops.shift(0, 0, None, 1)
 
@@ -530,10 +530,10 @@ def test_a_rebuilt_context_is_empty_and_works(backend: LlamaCppBackend, prompts:
 
 
 def test_shape_and_description(backend: LlamaCppBackend) -> None:
-    shape = backend.shape
-    assert (shape.architecture, shape.n_layers, shape.n_embd, shape.context_length) == ("llama", 30, 576, 8192)
-    assert (shape.n_heads, shape.n_kv_heads, shape.head_dim_k, shape.head_dim_v) == (9, 3, 64, 64)
-    assert shape.n_vocab == 49152
+    spec, attention = backend.spec, backend.spec.layers[0].attention
+    assert (spec.architecture, spec.n_layers, spec.n_embd, spec.context_length) == ("llama", 30, 576, 8192)
+    assert attention == AttentionSpec(9, 3, 64, 64)
+    assert spec.n_vocab == 49152
     assert re.fullmatch(
         r"llama\.cpp \((xllamacpp|llama-cpp-python) [\d.]+, [\w ]+, 2 threads, K f16, V f16, flash attention\)",
         backend.describe(),
@@ -619,5 +619,5 @@ def test_without_drafts_no_rows_of_logits_are_reserved_for_them() -> None:
             backend.allocate(SlotGeometry(SLOTS, SLOT_TOKENS))
             assert backend._live().most_rows == rows
     with LLM("smollm2", backend="llama_cpp", settings={"drafts.enabled": False}) as llm:
-        engine = llm._llm._engine
+        engine = llm._llm.executor.engine
         assert engine is not None and engine.backend.traits.most_drafts == 0

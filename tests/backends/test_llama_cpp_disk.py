@@ -120,7 +120,7 @@ def test_what_a_small_memory_loses_is_on_disk(
         for number in range(PROMPTS):
             llm.generate([prompt(number)], EXACT)
         assert llm.kv()["evictions"] > 0
-        parts = llm._llm._parts
+        parts = llm._llm.executor.parts
         assert parts is not None and parts.disk is not None and parts.disk.store.flush()
         (answer,) = llm.generate([prompt(0)], EXACT)
         assert answer.cached_tokens == CACHED and bits(answer) == without_disk[0, CACHED]

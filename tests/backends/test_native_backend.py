@@ -17,8 +17,8 @@ from cllm.backends.base import Chunk
 from cllm.backends.native import NativeBackend
 from cllm.config import load_config
 from cllm.errors import BackendError, ConfigError, StepAbortedError
-from cllm.kv.memory import MIB, bytes_per_token
 from cllm.kv.ops import BlockBytes, BlockGeometry, BlockOps, Move, SlotGeometry
+from cllm.kv.sizing import MIB
 from cllm.loading.open_model import _open_native
 from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
@@ -53,7 +53,7 @@ def test_rows_come_in_the_order_of_the_chunks_that_want_them(backend: NativeBack
             chunk(0, 40, table(50, 40)),
         ],
     )
-    assert rows.dtype == np.float32 and rows.shape == (3, backend.shape.n_vocab)
+    assert rows.dtype == np.float32 and rows.shape == (3, backend.spec.n_vocab)
     assert np.array_equal(rows, [third, second, first])
 
 
@@ -79,8 +79,8 @@ def test_a_table_may_be_longer_than_its_tokens_need(backend: NativeBackend) -> N
 
 
 def test_steps_without_rows_and_without_chunks(backend: NativeBackend) -> None:
-    assert rows_of(backend, []).shape == (0, backend.shape.n_vocab)
-    assert rows_of(backend, [chunk(0, 5, [0], wants=False)]).shape == (0, backend.shape.n_vocab)
+    assert rows_of(backend, []).shape == (0, backend.spec.n_vocab)
+    assert rows_of(backend, [chunk(0, 5, [0], wants=False)]).shape == (0, backend.spec.n_vocab)
 
 
 def test_more_rows_than_ever_before(backend: NativeBackend) -> None:
@@ -208,15 +208,7 @@ def test_large_pages_are_asked_for_where_they_are_offered_and_wanted(
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0"])
 def test_the_arena_takes_the_bytes_that_are_planned_and_touches_none(kv_type: str) -> None:
     with make(kv_type_k=kv_type, kv_type_v=kv_type) as backend:
-        shape = backend.shape
-        token = bytes_per_token(
-            n_layers=shape.n_layers,
-            n_kv_heads=shape.n_kv_heads,
-            head_dim_k=shape.head_dim_k,
-            head_dim_v=shape.head_dim_v,
-            type_k=kv_type,
-            type_v=kv_type,
-        )
+        token = backend.spec.kv_bytes_per_token(kv_type, kv_type)
         before = psutil.Process().memory_info().rss
         backend.allocate(BlockGeometry(8192, BLOCK_SIZE))
         assert backend.kv_bytes == 8192 * BLOCK_SIZE * token
@@ -289,7 +281,7 @@ import numpy as np, psutil
 from cllm.errors import BackendError
 from array import array
 from cllm.backends.base import Chunk
-from cllm.kv.memory import MIB
+from cllm.kv.sizing import MIB
 from cllm.kv.ops import BlockGeometry
 from native_backend_kit import chunk, make, row, table
 from step_of import rows_of

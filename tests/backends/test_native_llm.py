@@ -67,7 +67,7 @@ def test_cached_equals_uncached(llm: LLM, alone: list[list[Any]]) -> None:
 
 
 def test_a_prefix_of_someone_else_changes_nothing(llm: LLM) -> None:
-    ids = llm._llm.tokenizer.encode(LONG)[:300]
+    ids = llm._llm.text.tokenizer.encode(LONG)[:300]
     (expected,) = llm.generate([ids], GREEDY)
     for cut in (17, 160, 299):
         empty_cache(llm)
@@ -148,7 +148,7 @@ def test_a_lost_context_is_rebuilt_and_nothing_shows(llm: LLM, alone: list[list[
 
 
 def test_a_failing_sequence_does_not_take_the_others_down(llm: LLM, alone: list[list[Any]]) -> None:
-    victim = llm._llm.tokenizer.encode(PROMPTS[3])
+    victim = llm._llm.text.tokenizer.encode(PROMPTS[3])
 
     def fail(step: int, chunks: Sequence[Chunk]) -> None:
         if any(chunk.start > len(victim) and chunk.blocks[0] in blocks for chunk in chunks):
@@ -182,7 +182,7 @@ def test_a_failing_sequence_does_not_take_the_others_down(llm: LLM, alone: list[
 
 async def until_ended(llm: AsyncLLM, requests: int) -> None:
     async def ended() -> None:
-        while sum(llm.snapshot().finished.values()) < requests or llm.snapshot().kv.referenced:
+        while sum(llm.executor.snapshot().finished.values()) < requests or llm.executor.snapshot().kv.referenced:
             await asyncio.sleep(0.005)
 
     await asyncio.wait_for(ended(), 20)
@@ -197,7 +197,7 @@ async def test_a_prompt_that_is_cancelled_while_it_is_computed_leaves_nothing() 
     async with AsyncLLM(native_config()) as llm:
         started = asyncio.Event()
         loop = asyncio.get_running_loop()
-        engine = llm._engine
+        engine = llm.executor.engine
         assert engine is not None
         original = engine.backend.collect
 
@@ -212,7 +212,7 @@ async def test_a_prompt_that_is_cancelled_while_it_is_computed_leaves_nothing() 
         with pytest.raises(RequestCancelledError):
             await anext(aiter(generation))
         await until_ended(llm, 1)
-        assert llm.snapshot().finished == {"cancelled": 1} and llm.snapshot().generated_tokens == 0
+        assert llm.executor.snapshot().finished == {"cancelled": 1} and llm.executor.snapshot().generated_tokens == 0
         assert_nothing_left(engine)
 
 
@@ -236,8 +236,8 @@ async def test_twenty_clients_that_come_and_go() -> None:
         await asyncio.gather(*(visit(number) for number in range(20)))
         await until_ended(llm, 20)
         assert len(outcomes) == 20 and set(outcomes) == {"left", "answered"}
-        assert llm._engine is not None
-        assert_nothing_left(llm._engine)
+        assert llm.executor.engine is not None
+        assert_nothing_left(llm.executor.engine)
 
 
 # -- which backend runs --------------------------------------------------------------------------------------------

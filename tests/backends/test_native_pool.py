@@ -16,6 +16,7 @@ import pytest
 from cllm._native import Engine
 from native_kit import build_model
 from repository import KITS
+from spec_kit import make_spec
 from step_kit import Floats, Part, Rig, generate_while_moving, pack, random_tokens
 
 
@@ -192,10 +193,7 @@ def test_a_step_that_fails_leaves_the_others_their_threads(paths: tuple[Path, Pa
 
 
 def half_loaded() -> Engine:
-    return Engine(
-        instruction_set="auto", threads=2, n_layers=1, n_embd=64, n_heads=2, n_kv_heads=1, head_dim=32, n_ff=64,
-        n_vocab=71, rms_eps=1e-5, rope_base=10000.0, rope_dims=32, rope_neox=True, rope_frequency_scale=1.0,
-    )  # fmt: skip
+    return Engine(instruction_set="auto", threads=2, spec=make_spec(n_vocab=71))
 
 
 def test_steps_are_aborted_while_they_wait_and_while_they_run(

@@ -14,7 +14,7 @@ from cllm import AsyncLLM, ContextWindow, SamplingParams
 from cllm.config import load_config
 from cllm.structured.structure import Structure
 from llm_kit import LONG, PROMPTS
-from resume_kit import Outputs, cut_off
+from resume_kit import Outputs, cut_off, queued
 from thorough import slow
 
 pytestmark = pytest.mark.model
@@ -48,23 +48,23 @@ def opened(settings: dict[str, Any]) -> AsyncLLM:
 
 
 async def ask(llm: AsyncLLM, prompt: str, params: SamplingParams, generated: Any = None) -> Outputs:
-    grammar = None if params.structured is None else await llm.compile(params.structured)
-    sink = llm.submit_to(Outputs, prompt, params, grammar=grammar, generated=generated)
+    grammar = None if params.structured is None else await llm.text.compile(params.structured)
+    sink = queued(llm, prompt, params, grammar=grammar, generated=generated)
     await sink.all()
     return sink
 
 
 async def empty_cache(llm: AsyncLLM) -> None:
-    assert llm._engine is not None
-    await asyncio.wrap_future(llm._engine.call(llm._engine.scheduler.kv.reset))
+    assert llm.executor.engine is not None
+    await asyncio.wrap_future(llm.executor.engine.call(llm.executor.engine.scheduler.kv.reset))
 
 
 @contextmanager
 def engine_held(llm: AsyncLLM) -> Iterator[None]:
     """The engine begins no step until the end of this, so that what is submitted meanwhile starts together."""
-    assert llm._engine is not None
+    assert llm.executor.engine is not None
     go_on = threading.Event()
-    llm._engine.call(go_on.wait)
+    llm.executor.engine.call(go_on.wait)
     try:
         yield
     finally:
@@ -91,7 +91,7 @@ async def test_the_same_bits() -> None:
         for kind, params in zip(KINDS, KINDS.values(), strict=True):
             prompt = PROMPTS[list(KINDS).index(kind)]
             await assert_the_same_bits(one, other, prompt, params, [0.05, 0.3, 0.5, 0.95])
-        snapshot = other.snapshot()
+        snapshot = other.executor.snapshot()
         assert snapshot.kv.referenced == 0 and snapshot.kv.hit_tokens > 0
 
 
@@ -100,7 +100,7 @@ async def test_the_same_bits_in_a_rolling_window() -> None:
     """The prompt alone is longer than the window, and much is dropped before and after the cut."""
     async with opened(SETTINGS) as one, opened(OTHER_SETTINGS) as other:
         await assert_the_same_bits(one, other, LONG[:1500], WINDOW, [0.1, 0.6, 0.99])
-        assert other.snapshot().dropped_tokens > 0
+        assert other.executor.snapshot().dropped_tokens > 0
 
 
 async def test_the_same_bits_among_others_and_preempted() -> None:
@@ -121,4 +121,4 @@ async def test_the_same_bits_among_others_and_preempted() -> None:
         sinks = await answers
         for sink, whole, cut in zip(sinks, wholes, cuts, strict=True):
             assert sink.told() == [whole[0][cut:]]
-        assert other.snapshot().preemptions > 0
+        assert other.executor.snapshot().preemptions > 0

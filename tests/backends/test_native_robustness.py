@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import numpy as np
 import pytest
 
 from cllm._native import Engine, instruction_sets
+from cllm.models.spec import FeedForwardSpec, Rotation
 from native_kit import WEIGHT_TYPES, build_model
 from repository import DATA, KITS
+from spec_kit import make_spec
 from step_kit import Floats, Part, Rig, pack, random_tokens
 
 N_VOCAB, BLOCKS = 71, 8
@@ -169,9 +172,17 @@ def test_copies_of_nothing_and_onto_itself(rig: Rig) -> None:
 
 NUMBERS: dict[str, Any] = {
     "instruction_set": "auto", "threads": 1, "n_layers": 1, "n_embd": 64, "n_heads": 2, "n_kv_heads": 1, "head_dim": 32,
-    "n_ff": 64, "n_vocab": 50, "rms_eps": 1e-5, "rope_base": 10000.0, "rope_dims": 32, "rope_neox": True,
-    "rope_frequency_scale": 1.0,
+    "n_ff": 64, "n_vocab": 50, "rms_eps": 1e-5, "rope_base": 10000.0, "rope_dims": 32, "rope_scale": 1.0,
+    "rope_divisors": None,
 }  # fmt: skip
+
+
+def engine_of(**changes: Any) -> Engine:
+    numbers = NUMBERS | changes
+    base, dims, scale, divisors = (numbers.pop(f"rope_{name}") for name in ("base", "dims", "scale", "divisors"))
+    rope = Rotation(base, dims, True, scale, divisors)
+    on = {name: numbers.pop(name) for name in ("instruction_set", "threads")}
+    return Engine(**on, spec=make_spec(**numbers, rotation=rope))
 
 
 @pytest.mark.parametrize(
@@ -182,16 +193,25 @@ NUMBERS: dict[str, Any] = {
         ("head_dim", 0),
         ("head_dim", 33), ("head_dim", 1 << 20), ("n_ff", -5), ("n_vocab", 0), ("n_vocab", 2**31 - 1),
         ("rms_eps", float("nan")), ("rms_eps", -1.0), ("rope_base", 0.0), ("rope_base", float("inf")),
-        ("rope_dims", 0), ("rope_dims", 31), ("rope_dims", 64), ("rope_frequency_scale", float("nan")),
+        ("rope_dims", 0), ("rope_dims", 31), ("rope_dims", 64), ("rope_scale", float("nan")), ("rope_scale", 0.0),
+        ("rope_divisors", (1.0,) * 15), ("rope_divisors", (*[1.0] * 15, 0.0)),
+        ("rope_divisors", (*[1.0] * 15, float("inf"))),
     ],
 )  # fmt: skip
 def test_impossible_numbers_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=r"\w"):
-        Engine(**(NUMBERS | {name: value}))
+        engine_of(**{name: value})
+
+
+def test_layers_that_differ_are_refused() -> None:
+    spec = make_spec(n_layers=2)
+    other = replace(spec.layers[0], feed_forward=FeedForwardSpec(96))
+    with pytest.raises(ValueError, match="differ"):
+        Engine(instruction_set="auto", threads=1, spec=replace(spec, layers=(spec.layers[0], other)))
 
 
 def test_nothing_works_out_of_order(path: Path) -> None:
-    engine = Engine(**NUMBERS)
+    engine = engine_of()
     step = (*pack([GOOD]), np.empty((1, 50), np.float32))
     with pytest.raises(ValueError, match="missing"):
         engine.seal()
@@ -227,7 +247,7 @@ def test_nothing_works_out_of_order(path: Path) -> None:
 )
 def test_tensors_that_do_not_fit_are_refused(layer: int, role: str, kind: int, rows: int, cols: int, size: int) -> None:
     with pytest.raises(ValueError, match=r"\w"):
-        Engine(**NUMBERS).load(layer, role, kind, rows, cols, np.zeros(size, np.uint8))
+        engine_of().load(layer, role, kind, rows, cols, np.zeros(size, np.uint8))
 
 
 @pytest.mark.parametrize("kind", WEIGHT_TYPES)
@@ -235,7 +255,7 @@ def test_values_that_are_no_numbers_are_refused(kind: str) -> None:
     """0xff everywhere is NaN in every float format, and in the scale of every quantised one."""
     model = build_model(weight_type=kind, n_embd=256, n_vocab=50)
     tensor = model.tensors["token_embd.weight"]
-    engine = Engine(**(NUMBERS | {"n_embd": 256}))
+    engine = engine_of(n_embd=256)
     with pytest.raises(ValueError, match="not finite"):
         engine.load(-1, "token_embd", int(tensor.type), 50, 256, np.full(tensor.raw.size, 255, np.uint8))
     engine.load(-1, "token_embd", int(tensor.type), 50, 256, tensor.raw.ravel())

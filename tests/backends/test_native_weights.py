@@ -20,6 +20,7 @@ from cllm.backends.native.loader import load_engine
 from cllm.models.gguf import GGUFModel
 from cllm.models.load_progress import LoadProgress
 from native_kit import WEIGHT_TYPES, build_model, write_model
+from spec_kit import make_spec
 from step_kit import Floats, Part, Rig, random_tokens
 
 ALL_TYPES = pytest.mark.parametrize("weight_type", WEIGHT_TYPES)
@@ -73,10 +74,7 @@ def test_pieces_are_the_whole(weight_type: str, folder: Path, monkeypatch: pytes
 
 
 def new_engine() -> Engine:
-    return Engine(
-        instruction_set="auto", threads=1, n_layers=1, n_embd=32, n_heads=1, n_kv_heads=1, head_dim=32, n_ff=32,
-        n_vocab=40, rms_eps=1e-5, rope_base=1e4, rope_dims=32, rope_neox=False, rope_frequency_scale=1.0,
-    )  # fmt: skip
+    return Engine(instruction_set="auto", threads=1, spec=make_spec(n_embd=32, n_heads=1, n_ff=32, n_vocab=40))
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def workload(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> KvTypes:
     monkeypatch.setattr(measuring, "busy_percent", lambda: 3.0)
     model = GGUFModel.open(tiny)
-    texts = [random_tokens(model.shape.n_vocab, TOKENS, seed) for seed in (1, 2)]
+    texts = [random_tokens(model.spec.n_vocab, TOKENS, seed) for seed in (1, 2)]
     return KvTypes(model, texts, "generic", small=True)
 
 
@@ -127,8 +127,8 @@ async def test_every_pair_is_compared_and_timed(workload: KvTypes) -> None:
     assert values(runs, REFERENCE, "same_top") == [1]
     divergences = [values(runs, Pair(name, name), "mean_kl")[0] for name in ("q8_0", "q4_0")]
     assert 0 < divergences[0] < divergences[1] < 0.1
-    shape = workload.model.shape
-    assert values(runs, Pair("q8_0", "q4_0"), "bytes_per_token") == [shape.n_layers * shape.n_kv_heads * (34 + 18)]
+    attention, n_layers = workload.model.spec.layers[0].attention, workload.model.spec.n_layers
+    assert values(runs, Pair("q8_0", "q4_0"), "bytes_per_token") == [n_layers * attention.n_kv_heads * (34 + 18)]
 
 
 def test_what_does_not_fit_is_left_out_by_name(workload: KvTypes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,9 +43,9 @@ def test_blocks_are_what_gguf_reads_and_of_the_wanted_spread(name: str) -> None:
 def test_a_file_holds_what_its_shape_and_type_say(mix: str, cache: Path) -> None:
     file = random_file("tiny", mix)
     model = GGUFModel.open(file)
-    shape = model.shape
-    assert (shape.n_layers, shape.n_embd, shape.n_heads, shape.n_kv_heads) == (8, 256, 4, 2)
-    assert (shape.head_dim_k, shape.n_vocab) == (64, 333)
+    spec, attention = model.spec, model.spec.layers[0].attention
+    assert (spec.n_layers, spec.n_embd, attention.n_heads, attention.n_kv_heads) == (8, 256, 4, 2)
+    assert (attention.head_dim_k, spec.n_vocab) == (64, 333)
     planned = {matrix.name: matrix for matrix in matrices(TINY, MIXES[mix])}
     found = {name: info for name, info in model.tensors.items() if len(info.shape) > 1}
     assert {name: info.type for name, info in found.items()} == {n: m.type.number for n, m in planned.items()}

@@ -16,6 +16,7 @@ from cllm.errors import ModelError
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
 from cllm.models.registry import resolve
+from cllm.text.chat_template import ChatTemplate
 from cllm.text.export import export_tokenizer
 from cllm.text.hf_tokenizer import load_hf_chat_template
 from cllm.text.template_source import load_chat_template
@@ -84,7 +85,7 @@ def test_transformers_loads_it_and_gives_the_same_tokens(name: str, tmp_path: Pa
     assert theirs.eos_token_id in ours.eos_ids
     template = load_chat_template(model)
     rendered: Any = theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
-    assert rendered == template.render(CHAT)
+    assert rendered == ChatTemplate.of(template).render(CHAT)
 
 
 def test_a_hugging_face_directory_is_copied(tmp_path: Path) -> None:

@@ -6,6 +6,9 @@ import asyncio
 
 from browser_kit import browsing, needs_browser
 from cllm.config import Config
+from cllm.engine.submission import Submission
+from cllm.kv.pins import PinMark
+from cllm.llm import ONE_TOKEN
 from cluster_kit import LocalCluster
 from http_kit import served
 
@@ -15,7 +18,8 @@ CONFIG = {"backend": {"type": "fake"}, "model": {"alias": "tiny"}}
 @needs_browser
 async def test_the_page_shows_each_replica_instead_of_a_map() -> None:
     async with LocalCluster(Config.model_validate(CONFIG), replicas=2) as llm, served(llm) as app:
-        await llm.warm(llm.tokenizer.encode("It was the best of times, it was the worst of times."), pin=True)
+        prompt = llm.text.tokenizer.encode("It was the best of times, it was the worst of times.")
+        await llm.warm(Submission(prompt, ONE_TOKEN, pins=[PinMark(len(prompt))]))
         await llm.caught_up()
         names = sorted(llm.local.names)
 

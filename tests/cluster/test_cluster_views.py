@@ -17,9 +17,11 @@ from cllm.cluster import link_server
 from cllm.cluster.everywhere import results, together
 from cllm.cluster.totals import total_details, total_snapshot, total_usage
 from cllm.config import Config, ServerConfig
+from cllm.engine.submission import Submission
 from cllm.errors import InvalidRequestError, ModelUnavailableError, OverloadedError
 from cllm.kv.pins import WarmResult
 from cllm.kv.usage import DiskNumbers, HostNumbers
+from cllm.llm import ONE_TOKEN
 from cllm.observe.metrics import MetricsObserver
 from cllm.server.app import create_app
 from cllm.server.auth.key_file import add_key
@@ -150,7 +152,7 @@ async def test_the_kv_cache_of_all_replicas_and_of_each() -> None:
         for number in ("total", "free", "evictable", "query_tokens"):
             assert found[number] == sum(each[number] for each in replicas.values())
         assert found["evictable"] > 0 and found["query_tokens"] == len(PROMPT)
-        single = llm.local.llm_of(llm.local.names[0]).kv()
+        single = llm.local.llm_of(llm.local.names[0]).executor.kv()
         assert set(found) == {*single, "replicas"}
         assert set(replicas[llm.local.names[0]]) == {*single, "node", "pid", "state"}
 
@@ -173,15 +175,15 @@ async def test_the_numbers_are_those_of_now(monkeypatch: pytest.MonkeyPatch) -> 
 async def test_a_replica_is_listed_before_it_has_reported_and_while_it_drains() -> None:
     async with cluster_of(latency_ms=20) as (llm, client):
         first, second = llm.local.names
-        peer = llm._peers.connected[first]  # type: ignore[union-attr]
+        peer = llm.remote._peers.connected[first]  # type: ignore[union-attr]
         report, peer.report = peer.report, None
-        statuses = {status.name: status.state for status in llm.statuses()}
+        statuses = {status.name: status.state for status in llm.remote.statuses()}
         assert statuses[first] == "joining" and statuses[second] in ("running", "joining")
         peer.report = report
         working = [asyncio.ensure_future(complete(client, f"{n} {PROMPT}", max_tokens=100)) for n in range(4)]
         await until(lambda: all(llm.local.members[name].jobs for name in (first, second)))
         drained = asyncio.ensure_future(llm.local.drain(first))
-        await until(lambda: {status.name: status.state for status in llm.statuses()}.get(first) == "draining")
+        await until(lambda: {status.name: status.state for status in llm.remote.statuses()}.get(first) == "draining")
         assert (await client.get("/kv")).json()["replicas"][first]["state"] == "draining"
         await asyncio.gather(*working)
         await drained
@@ -192,7 +194,7 @@ async def test_a_replica_is_listed_before_it_has_reported_and_while_it_drains() 
 async def test_without_a_replica_there_is_one_clear_error_and_metrics_go_on() -> None:
     async with cluster_of(1) as (llm, client):
         await llm.local.kill(llm.local.names[0])
-        await until(lambda: not llm.peers)
+        await until(lambda: not llm.remote.peers)
         for answer in (await client.get("/kv"), await client.delete("/kv/warm/abc"), await client.get("/kv/stream")):
             assert answer.status_code == 503, answer.text
             assert answer.json()["error"]["message"].startswith("no replica is available")
@@ -250,7 +252,7 @@ async def test_retries_and_resumed_streams_are_counted() -> None:
 
 async def test_the_pages_stream_has_a_line_for_each_replica_and_no_map() -> None:
     async with LocalCluster(config_of(), replicas=2) as llm, served(llm) as app:
-        await llm.warm(llm.tokenizer.encode(PROMPT))
+        await llm.warm(Submission(llm.text.tokenizer.encode(PROMPT), ONE_TOKEN))
         async with reading(app.url) as events:
             async for reader in events:
                 lines = reader.known["replicas"]

@@ -11,7 +11,7 @@ import pytest
 from ray.serve._private.request_router.common import PendingRequest
 
 from cllm.cluster.dispatcher import Dispatcher
-from cllm.cluster.messages import Accepted, Ended, Job, News, Progress, Refusal, Route
+from cllm.cluster.messages import Accepted, Ended, Job, Progress, Refusal, Route
 from cllm.cluster.peers import Peer
 from cllm.cluster.router import PrefixRouter
 from cllm.cluster.routing_view import RoutingView, share_view
@@ -92,8 +92,8 @@ class Replicas:
     # -- what a replica does -----------------------------------------------------------------------------------
 
     def begins_and_dies(self, job: Job, peer: Peer) -> None:
-        self.dispatcher.on_accepted(peer, Accepted(job.number))
-        self.dispatcher.on_news(peer, News(job.number, 0, 97, None, None, None, None, 0, None))
+        self.dispatcher.on_accepted(peer, Accepted(job.name))
+        self.dispatcher.on_output(peer, Output(job.name, 0, 97, None, None, None, None, 0))
         self.dispatcher.on_lost(peer)
 
     def begins_and_drains(self, job: Job, peer: Peer) -> None:
@@ -102,27 +102,27 @@ class Replicas:
 
     def is_stopped(self, job: Job, peer: Peer) -> None:
         """By a stop string, which the ingress finds: it cancels the answer, and the replica ends it."""
-        self.dispatcher.on_accepted(peer, Accepted(job.number))
-        self.dispatcher.on_news(peer, News(job.number, 0, 97, None, None, None, None, 0, None))
-        self.dispatcher.cancel(job.request_id, 0, FinishReason.STOP)
+        self.dispatcher.on_accepted(peer, Accepted(job.name))
+        self.dispatcher.on_output(peer, Output(job.name, 0, 97, None, None, None, None, 0))
+        self.dispatcher.cancel(job.name.partition("~")[0], 0, FinishReason.STOP)
         if not self.dies_then:
-            self.dispatcher.on_news(peer, News(job.number, 0, None, None, FinishReason.STOP, None, None, 0, None))
-            self.dispatcher.on_ended(peer, Ended(job.number, []))
+            self.dispatcher.on_output(peer, Output(job.name, 0, None, None, FinishReason.STOP, None, None, 0))
+            self.dispatcher.on_ended(peer, Ended(job.name, []))
         self.dispatcher.on_lost(peer)
 
     def reports_late(self, job: Job, peer: Peer) -> None:
         """How far the prompt is, when nobody wants it any more."""
-        self.dispatcher.on_accepted(peer, Accepted(job.number))
-        self.dispatcher.cancel(job.request_id, None, FinishReason.CANCELLED)
-        self.dispatcher.on_progress(peer, Progress(job.number, 3, 0))
-        self.outputs.append(Output(job.request_id, 0, None, None, FinishReason.CANCELLED, None, None, 0))
+        self.dispatcher.on_accepted(peer, Accepted(job.name))
+        self.dispatcher.cancel(job.name.partition("~")[0], None, FinishReason.CANCELLED)
+        self.dispatcher.on_progress(peer, Progress(job.name, 3, 0))
+        self.outputs.append(Output(job.name.partition("~")[0], 0, None, None, FinishReason.CANCELLED, None, None, 0))
 
     def fails_at_once(self, job: Job, peer: Peer) -> None:
         """The call itself does."""
 
     def finishes(self, job: Job, peer: Peer) -> None:
-        self.dispatcher.on_accepted(peer, Accepted(job.number))
-        self.dispatcher.on_news(peer, News(job.number, 0, 98, None, FinishReason.LENGTH, None, None, 0, None))
+        self.dispatcher.on_accepted(peer, Accepted(job.name))
+        self.dispatcher.on_output(peer, Output(job.name, 0, 98, None, FinishReason.LENGTH, None, None, 0))
 
 
 def replicas(*steps: str | Refusal, names: str = "ab") -> Replicas:
@@ -142,7 +142,7 @@ async def test_what_was_accepted_is_not_refused_later() -> None:
     last = await found.answer()
     assert last.reason is FinishReason.LENGTH
     assert [output.token_id for output in found.outputs] == [97, 98]
-    assert [job.generated for job in found.jobs] == [None, *[[[97]]] * 4]
+    assert [job.submission.generated for job in found.jobs] == [None, *[[[97]]] * 4]
 
 
 async def test_refused_when_everyone_has_refused() -> None:

@@ -16,7 +16,7 @@ from cllm.dialect import call_runs
 from cllm.dialect.call_runs import CallRuns
 from cllm.dialect.deltas import ChatDelta, Delta, ReasoningDelta, ToolCallDelta, ToolCallStart
 from cllm.dialect.json_scan import JsonScanner, repaired
-from cllm.dialect.reader import AnswerReader, CallSyntax
+from cllm.dialect.reader import AnswerReader
 from cllm.dialect.reasoning import FORMATS, Marks, ReasoningReader
 from cllm.dialect.syntax import JsonSyntax, MistralSyntax
 from cllm.dialect.whole_calls import WholeCalls
@@ -28,7 +28,7 @@ LLAMA3 = JsonSyntax("<|python_tag|>", bare=True)
 MISTRAL = MistralSyntax()
 PLAIN = JsonSyntax(bare=True)
 XML_SYNTAX = XmlSyntax()
-SYNTAXES: dict[str, CallSyntax] = {
+SYNTAXES: dict[str, JsonSyntax] = {
     "hermes": HERMES,
     "llama3": LLAMA3,
     "mistral": MISTRAL,
@@ -47,7 +47,7 @@ MARKED = ["hermes", "mistral", "xml"]
 Read = list[tuple[str, ...]]
 
 
-def reader(syntax: CallSyntax | None, *, thinks: str = "", **options: Any) -> AnswerReader:
+def reader(syntax: JsonSyntax | None, *, thinks: str = "", **options: Any) -> AnswerReader:
     marked = syntax in (HERMES, XML_SYNTAX)
     calls = CallRuns(Marks("<tool_call>", "</tool_call>"), syntax, TOOLS) if syntax and marked else None
     reasoning = ReasoningReader(FORMATS["think"], opened=thinks == "opened", calls=calls) if thinks else None
@@ -83,7 +83,7 @@ def joined(pieces: list[ChatDelta]) -> Read:
     return read
 
 
-def read_whole(text: str, syntax: CallSyntax | None, **options: Any) -> tuple[Read, str]:
+def read_whole(text: str, syntax: JsonSyntax | None, **options: Any) -> tuple[Read, str]:
     one = reader(syntax, **options)
     return joined([*one.push(text), *one.finish()]), one.finish_reason("stop")
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cllm.config.schema import ChatConfig
 from cllm.dialect.dialect import Dialect
 from cllm.dialect.grammar import AnswerForm
 from cllm.errors import InvalidRequestError
@@ -47,7 +48,7 @@ def prompt(
 ) -> str:
     tokenizer = tokenizer or ByteTokenizer()
     template = ChatTemplate(source, bos="", eos="<eos>")
-    dialect = Dialect(template.facts, tokenizer, tool_format=tool_format)
+    dialect = Dialect(template.facts, tokenizer, ChatConfig(tool_format=tool_format))
     ids = template.encode(tokenizer, *_with_limit(dialect.prepare(messages, PromptOptions(**options))))
     return tokenizer.decode(ids, skip_special=False)
 
@@ -277,8 +278,10 @@ def test_several_calls_one_by_one_where_the_template_takes_no_more() -> None:
     template = ChatTemplate(SINGLE, bos="", eos="<eos>")
     form = AnswerForm([("f", None)], required=True)
     several = '(BLANK? "<tool_call>" call)*'
-    assert several not in Dialect(template.facts, ByteTokenizer()).grammar(form)
-    assert several in Dialect(ChatTemplate(HERMES, bos="", eos="<eos>").facts, ByteTokenizer()).grammar(form)
+    assert several not in Dialect(template.facts, ByteTokenizer(), ChatConfig()).grammar(form)
+    assert several in Dialect(ChatTemplate(HERMES, bos="", eos="<eos>").facts, ByteTokenizer(), ChatConfig()).grammar(
+        form
+    )
 
 
 def test_calls_without_ids_are_answered_in_their_order() -> None:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from cllm.server.openapi import OF_SEVERAL, REQUESTS
+from cllm.server.app import REQUESTS
 from cllm.server.schema.validation import A_HINT
 from repository import ROOT
 
@@ -31,9 +31,9 @@ def listed(kind: str, text: str) -> set[str]:
     return {name for line in lines for name in re.findall(r"`(\w+)`(?: \(but|, |\.$)", line)}
 
 
-@pytest.mark.parametrize("path", [*REQUESTS, *OF_SEVERAL])
+@pytest.mark.parametrize("path", REQUESTS)
 def test_every_parameter_is_listed(path: str) -> None:
-    model = (REQUESTS | OF_SEVERAL)[path]
+    model = REQUESTS[path]
     (own,) = [text for title, text in SECTIONS.items() if f"`POST {path}`" in title]
     shared = re.findall(r"\[(.*?)\]", own.partition(", and:")[0]) if ", and:" in own else []
     text = "\n".join([own, *(SECTIONS[title] for title in shared)])
@@ -44,7 +44,7 @@ def test_every_parameter_is_listed(path: str) -> None:
 
 
 def test_no_parameter_is_two_things() -> None:
-    for model in (REQUESTS | OF_SEVERAL).values():
+    for model in REQUESTS.values():
         fields, hints, refused = (
             set(model.model_fields),
             set(getattr(model, "hints", ())),

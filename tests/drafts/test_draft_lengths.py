@@ -9,10 +9,10 @@ from statistics import fmean
 import pytest
 
 from cllm.config import load_config
-from cllm.drafts.acceptance import BUCKETS, Acceptance, Kind
-from cllm.drafts.costs import EXPECTED_ROW, MOST_ROWS, StepCosts
+from cllm.drafts.acceptance import BUCKETS, Acceptance, MatchKind
 from cllm.drafts.drafter import LONGEST_REST, LOOKUPS, Drafter
 from cllm.drafts.follower import Follower
+from cllm.drafts.step_shape import EXPECTED_ROW, MOST_ROWS, StepShape
 from cllm.engine.params import SamplingParams
 from cllm.offline import LLM
 from draft_kit import new_sequence
@@ -134,41 +134,41 @@ def test_steps_with_prompts_say_nothing_about_rows() -> None:
 
 
 def test_what_rows_cost_is_learnt_and_a_slower_machine_changes_no_shape() -> None:
-    costs = StepCosts()
+    shape = StepShape()
     draw = random.Random(3)
     for number in range(2000):
         rows = draw.choice((1, 1, 2, 4, 8, 16))
-        costs.observe(rows, between(rows) * (3.0 if number >= 1000 else 1.0) * draw.uniform(0.9, 1.1))
+        shape.observe(rows, between(rows) * (3.0 if number >= 1000 else 1.0) * draw.uniform(0.9, 1.1))
     for rows in (2, 3, 4, 6, 8, 12, 16, 24):
-        assert costs.of(rows) / costs.of(1) == pytest.approx(between(rows) / between(1), rel=0.15)
+        assert shape.of(rows) / shape.of(1) == pytest.approx(between(rows) / between(1), rel=0.15)
 
 
 def test_one_slow_step_is_forgotten() -> None:
-    costs = StepCosts()
-    costs.observe(1, 0.01)
-    costs.observe(5, 1.0)
-    assert costs.of(5) > 50
+    shape = StepShape()
+    shape.observe(1, 0.01)
+    shape.observe(5, 1.0)
+    assert shape.of(5) > 50
     for _ in range(3000):
-        costs.observe(1, 0.01)
-    assert costs.of(5) == pytest.approx(1 + 4 * EXPECTED_ROW, rel=0.05)
+        shape.observe(1, 0.01)
+    assert shape.of(5) == pytest.approx(1 + 4 * EXPECTED_ROW, rel=0.05)
 
 
 def test_a_sequence_begins_with_what_is_known_of_its_space() -> None:
     space = Acceptance()
     for _ in range(200):
-        space.observe(Kind.OWN, 40, 3, failed=False)
-        space.observe(Kind.NEAR, 1, 0, failed=True)
+        space.observe(MatchKind.OWN, 40, 3, failed=False)
+        space.observe(MatchKind.NEAR, 1, 0, failed=True)
     sequence = Acceptance(space)
-    assert sequence.rate(Kind.OWN, BUCKETS - 1) > 0.95 and sequence.rate(Kind.NEAR, 1) < 0.1
+    assert sequence.rate(MatchKind.OWN, BUCKETS - 1) > 0.95 and sequence.rate(MatchKind.NEAR, 1) < 0.1
     for _ in range(20):
-        sequence.observe(Kind.OWN, 40, 0, failed=True)
-    assert sequence.rate(Kind.OWN, BUCKETS - 1) < 0.3
-    assert Acceptance(space).rate(Kind.OWN, BUCKETS - 1) > 0.8
+        sequence.observe(MatchKind.OWN, 40, 0, failed=True)
+    assert sequence.rate(MatchKind.OWN, BUCKETS - 1) < 0.3
+    assert Acceptance(space).rate(MatchKind.OWN, BUCKETS - 1) > 0.8
 
 
 def test_the_chances_of_a_draft_grow_with_the_match() -> None:
-    assert Acceptance().rates(Kind.OWN, 3, 6) == [0.4, 0.55, 0.55, 0.55, 0.55, 0.7]
-    assert Acceptance().rates(Kind.OWN, 40, 3) == [0.9] * 3
+    assert Acceptance().rates(MatchKind.OWN, 3, 6) == [0.4, 0.55, 0.55, 0.55, 0.55, 0.7]
+    assert Acceptance().rates(MatchKind.OWN, 40, 3) == [0.9] * 3
 
 
 def test_settings() -> None:

@@ -126,10 +126,10 @@ def test_drafts_are_as_long_as_there_is_room() -> None:
     last_steps(lone, make_request("abcd", SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)), 1)
     kv = lone.scheduler.kv
     assert isinstance(kv, PagedKVManager)
-    assert kv._pool.extend(kv._pool.free - 2) is not None
+    assert kv.arena.pool.extend(kv.arena.pool.free - 2) is not None
     plan = lone.scheduler.schedule()
     assert [(len(chunk.tokens), chunk.wanted_logits) for chunk in plan.chunks] == [(8, 8)]
-    assert (plan.decode_rows, plan.drafted, plan.rows, kv._pool.free) == (1, 7, 8, 0)
+    assert (plan.decode_rows, plan.drafted, plan.rows, kv.arena.pool.free) == (1, 7, 8, 0)
 
 
 def test_memory_that_is_to_be_given_back_is_not_for_drafts() -> None:
@@ -139,13 +139,13 @@ def test_memory_that_is_to_be_given_back_is_not_for_drafts() -> None:
     last_steps(lone, request, 1)
     kv, sequence = lone.scheduler.kv, request.sequences[0]
     assert isinstance(kv, PagedKVManager)
-    assert kv._pool.extend(kv._pool.free - 5) is not None
-    kv._resizer = SimpleNamespace(pending=3, want=lambda blocks: False)  # type: ignore[assignment]
+    assert kv.arena.pool.extend(kv.arena.pool.free - 5) is not None
+    kv.tables._resizer = SimpleNamespace(pending=3, want=lambda blocks: False)  # type: ignore[assignment]
     assert kv.grow_within_free(sequence, 64) == sequence.room - sequence.end == 8
-    kv._resizer = SimpleNamespace(pending=9, want=lambda blocks: False)  # type: ignore[assignment]
+    kv.tables._resizer = SimpleNamespace(pending=9, want=lambda blocks: False)  # type: ignore[assignment]
     kv.truncate(sequence, sequence.num_computed)
-    free = kv._pool.free
-    assert kv.grow_within_free(sequence, 64) == 0 and kv._pool.free == free
+    free = kv.arena.pool.free
+    assert kv.grow_within_free(sequence, 64) == 0 and kv.arena.pool.free == free
 
 
 # -- which rows ------------------------------------------------------------------------------------------------------
@@ -335,9 +335,9 @@ async def test_a_stop_string_among_accepted_tokens_ends_the_answer_there() -> No
         llm = AsyncLLM(config)
         await llm.start()
         try:
-            assert llm._engine is not None
-            scheduler = llm._engine.scheduler
-            most = llm._engine.backend.traits.most_drafts
+            assert llm.executor.engine is not None
+            scheduler = llm.executor.engine.scheduler
+            most = llm.executor.engine.backend.traits.most_drafts
             draft_with(scheduler, Drafting(oracle(longest=16), most) if drafts else None)
             params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, stop=stop, logprobs=1)
             generation = llm.submit([104, 105, 33], params)

@@ -36,13 +36,13 @@ PARAMS = {
 
 
 def scheduler_of(llm: LLM) -> Scheduler:
-    engine = llm._llm._engine
+    engine = llm._llm.executor.engine
     assert engine is not None
     return engine.scheduler
 
 
 def empty_cache(llm: LLM) -> None:
-    engine = llm._llm._engine
+    engine = llm._llm.executor.engine
     assert engine is not None
 
     def reset() -> None:
@@ -62,14 +62,14 @@ def bits(answers: Sequence[Completion]) -> list[Any]:
 def draft(llm: LLM, answers: Sequence[Completion], kinds: Sequence[str]) -> ScriptedDrafter:
     """From now on, with what answers to these prompts are known to be."""
     known = {
-        (repr(llm._llm.tokenizer.encode(prompt)), index): answers[place].token_ids
+        (repr(llm._llm.text.tokenizer.encode(prompt)), index): answers[place].token_ids
         for place, (prompt, index) in enumerate(places(len(answers)))
     }
 
     def expected(request: Request, index: int) -> Sequence[int]:
         return known[repr(request.prompt.tolist()), index]
 
-    engine = llm._llm._engine
+    engine = llm._llm.executor.engine
     assert engine is not None
     drafter = ScriptedDrafter(expected, kinds, longest=9, vocabulary=49152)
     draft_with(scheduler_of(llm), Drafting(drafter, engine.backend.traits.most_drafts))
@@ -135,7 +135,7 @@ def test_what_was_drafted_right_is_shared_with_others(native: LLM) -> None:
     native.generate(PROMPTS, params, progress=False)
     draft_with(scheduler_of(native), None)
     for prompt, answer in zip(PROMPTS, expected, strict=True):
-        ids = [*native._llm.tokenizer.encode(prompt), *answer.token_ids[:18]]
+        ids = [*native._llm.text.tokenizer.encode(prompt), *answer.token_ids[:18]]
         (rest,) = native.generate([ids], replace(params, max_tokens=10))
         assert rest.cached_tokens == (len(ids) - 1) // 16 * 16
         assert bits([rest])[0][2] == bits([answer])[0][2][18:]
@@ -192,7 +192,7 @@ LINE = "the quick brown fox jumps over the lazy dog, and the dog sleeps on.\n"
 def test_what_is_looked_up_changes_no_answer(native: LLM, asked: str) -> None:
     params = replace(PARAMS[asked], max_tokens=40)
     prompts = [QUOTE + LINE * 2 + LINE[:9], QUOTE + LINE[:20]]
-    scheduler, engine = scheduler_of(native), native._llm._engine
+    scheduler, engine = scheduler_of(native), native._llm.executor.engine
     assert engine is not None
 
     def ask() -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 from cllm.backends.base import StepResult
 from cllm.backends.fake import FakeBackend
 from cllm.engine.drafting import Drafting
-from cllm.engine.plan import Plan
+from cllm.engine.plan import StepPlan
 from cllm.engine.stepper import Stepper
 from draft_kit import LONG, oracle
 from engine_kit import make_request, make_scheduler
@@ -36,12 +36,12 @@ def test_a_step_with_drafts_keeps_the_promise() -> None:
     stepper = Stepper(backend, scheduler, timer=lambda: now[0])
     schedule = scheduler.schedule
 
-    def noted() -> Plan:
+    def noted() -> StepPlan:
         nonlocal plan
         plan = schedule()
         return plan
 
-    plan = Plan()
+    plan = StepPlan()
     scheduler.schedule = noted  # type: ignore[method-assign]
     for letter in "abcdefghijklmnop":
         scheduler.requests.add(make_request(letter, LONG))

@@ -116,10 +116,10 @@ def test_threads_and_memory_are_really_given_back(script: Script) -> None:
         MADE
         + "import os, time, cllm.llm\n"
         + "threads = lambda: len(os.listdir('/proc/self/task'))\n"
-        + "before, parts = threads(), llm._llm._parts\n"
+        + "before, parts = threads(), llm._llm.executor.parts\n"
         + "cllm.llm._release_all()\n"
         + "assert parts.backend._engine is None\n"
-        + "assert not llm._llm._engine.alive\n"
+        + "assert not llm._llm.executor.engine.alive\n"
         + "until = time.monotonic() + 60\n"  # a thread that was joined is not gone yet
         + "while threads() >= before and time.monotonic() < until: time.sleep(0.01)\n"
         + "print(threads() < before)\n"
@@ -254,7 +254,7 @@ def test_a_mapped_file_cut_short_in_use_is_one_line(script: Script) -> None:
     done = script(
         """
         import mmap, os
-        from cllm.cli.memory import explain_bus_errors
+        from cllm.cli.out_of_memory import explain_bus_errors
         explain_bus_errors()
         FILE = os.path.join(os.path.dirname(MODEL), f"mapped-{os.getpid()}")
         with open(FILE, "wb") as file: file.write(bytes(100_000))

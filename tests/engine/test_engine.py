@@ -631,7 +631,7 @@ def test_a_broken_account_is_noticed_when_idle_and_renewed() -> None:
     engine, _, collector = make_engine()
     engine._checked_at = -1e9
     kv = engine.scheduler.kv
-    kv._prefixes.evictable += 1  # type: ignore[attr-defined]
+    kv.arena.prefixes.evictable += 1  # type: ignore[attr-defined]
     assert_one_is_served(engine, collector, rebuilds=1)
 
 

@@ -12,10 +12,10 @@ from cllm.backends.fake import FakeBackend
 from cllm.engine.params import SamplingParams
 from cllm.errors import BackendError, ShuttingDownError
 from cllm.kv.manager import KVManager
-from cllm.kv.memory import most_bytes
 from cllm.kv.ops import BlockGeometry, BlockOps, SlotGeometry, SlotOps
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.pins import PinMark
+from cllm.kv.sizing import most_bytes
 from cllm.kv.slots.manager import SlotKVManager
 from cllm.kv.window import Window
 from engine_kit import GREEDY, LIMIT_S, make_engine, make_request, reference

@@ -16,10 +16,10 @@ from cllm.backends.base import Backend
 from cllm.backends.llama_cpp import LlamaCppBackend
 from cllm.backends.native import NativeBackend
 from cllm.engine.request import Request
-from cllm.kv.memory import most_bytes
 from cllm.kv.ops import BlockGeometry, SlotGeometry
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.paged.upkeep import UpkeepSettings
+from cllm.kv.sizing import most_bytes
 from cllm.kv.slots.manager import SlotKVManager
 from cllm.models.gguf import GGUFModel
 from engine_kit import make_request
@@ -240,7 +240,7 @@ def second_wave(rig: Rig) -> None:
     rig.submit("first of", 2)
     rig.run()
     if not rig.fault.number:
-        assert rig.machine.kv._resizes == 2  # type: ignore[attr-defined]
+        assert rig.machine.kv.resizer.resizes == 2  # type: ignore[attr-defined]
 
 
 @pytest.mark.model

@@ -31,7 +31,7 @@ async def test_a_long_prompt_is_announced_with_its_numbers(layout: str, caplog: 
 
 async def test_once_the_speed_is_known_it_decides_what_is_long(caplog: pytest.LogCaptureFixture) -> None:
     async with fake() as llm:
-        costs = llm._loaded.scheduler.budget.costs
+        costs = llm.executor.parts.scheduler.budget.costs
         with caplog.at_level(logging.INFO, "cllm.engine"):
             costs.token_s = 1e-6
             await llm.submit("x" * 3000, ONE, request_id="fast").collect()

@@ -10,7 +10,7 @@ from cllm.backends.base import Chunk, StepResult
 from cllm.backends.fake import FakeBackend
 from cllm.engine.budget import StepBudget
 from cllm.engine.params import SamplingParams
-from cllm.engine.plan import Plan
+from cllm.engine.plan import StepPlan
 from cllm.engine.queue import WaitingQueue
 from cllm.engine.request import FinishReason, Output, RequestState
 from cllm.engine.scheduler import Scheduler
@@ -115,7 +115,7 @@ def test_decodes_come_first_and_prompts_are_cut(layout: str) -> None:
     step(scheduler, backend)
     long = make_request("x" * 200)
     scheduler.requests.add(long)
-    plans: list[Plan] = []
+    plans: list[StepPlan] = []
     stepper = Stepper(backend, scheduler, timer=lambda: 0.0, on_computed=plans.append)
     for _ in range(5):
         stepper.advance()

@@ -97,7 +97,7 @@ async def test_two_engines_never_compute_at_once_and_both_advance() -> None:
 
     async def run(name: str) -> None:
         async with AsyncLLM(config, share=ModelShare(time_sharing=turns)) as llm:
-            backend = llm._loaded.backend
+            backend = llm.executor.parts.backend
             compute = backend.collect
 
             def collect(ticket: object) -> object:

@@ -20,6 +20,7 @@ from typing import Any
 from cllm.cluster.link import Link
 from cllm.cluster.messages import Job, Refusal
 from cllm.cluster.replica import Replica
+from cllm.engine.resuming import Generated
 from cllm.kv.events import Listener
 
 FOLDER_VARIABLE = "TEST_CLUSTER_FOLDER"
@@ -54,17 +55,17 @@ class BreakableReplica(Replica):
 
     async def run(self, job: Job) -> Refusal | None:
         self._note(job)
-        if POISON.encode() in bytes(token for token in job.prompt if token < 256):
+        if POISON.encode() in bytes(token for token in job.submission.prompt if token < 256):
             os.kill(os.getpid(), signal.SIGKILL)
         return await super().run(job)
 
     def _note(self, job: Job) -> None:
-        given = None if job.generated is None else [None if each is None else len(each) for each in job.generated]
+        given = _lengths(job.submission.generated)
         entry: dict[str, Any] = {
             "replica": self._name,
-            "request": job.request_id,
-            "tokens": len(job.prompt),
-            "priority": job.priority,
+            "request": job.name.partition("~")[0],
+            "tokens": len(job.submission.prompt),
+            "priority": job.submission.priority,
             "generated": given,
         }
         with (folder() / JOURNAL).open("a", encoding="utf-8") as journal:
@@ -73,7 +74,7 @@ class BreakableReplica(Replica):
     async def _tell_state(self) -> None:
         path = folder() / STATES / self._name
         while self._llm.ready:
-            kv = self._llm.kv()
+            kv = self._llm.executor.kv()
             state = {
                 "at": time.time(),
                 "ingresses": sorted(self._tells._links),
@@ -102,3 +103,7 @@ class BreakableReplica(Replica):
     async def _content(self, link: Link) -> None:
         if not self._has(NO_CONTENT):
             await self._tell_content(link)
+
+
+def _lengths(generated: Generated | None) -> list[int | None] | None:
+    return None if generated is None else [None if each is None else len(each) for each in generated]

@@ -2,7 +2,7 @@
 
     async with LocalCluster(config, replicas=2) as llm: ...
 
-`llm` is the `RemoteLLM` of an ingress. Only what Ray does is imitated: it finds replicas, takes jobs to them by the
+`llm` is the model of an ingress. Only what Ray does is imitated: it finds replicas, takes jobs to them by the
 ingress's own routing view, and says when a replica is dead.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 from cllm.cluster.messages import Job, Refusal, Report
-from cllm.cluster.remote_llm import RemoteLLM
+from cllm.cluster.remote import RemoteExecutor
 from cllm.cluster.replica_core import ReplicaCore
 from cllm.cluster.routing_view import Address, shared_view
 from cllm.config import Config
@@ -157,7 +157,7 @@ class LocalReplicas:
             await asyncio.sleep(0.01)
 
 
-class LocalCluster(RemoteLLM):
+class LocalCluster(AsyncLLM):
     """An ingress's model; its replicas start and end with it."""
 
     def __init__(
@@ -166,7 +166,8 @@ class LocalCluster(RemoteLLM):
         self.local = LocalReplicas(make)
         self._count = replicas
         self._patches = ExitStack()
-        super().__init__(config, self.local)
+        self.remote = RemoteExecutor(config, self.local)
+        super().__init__(config, executor=self.remote)
 
     async def start(self) -> None:
         self._patches.enter_context(mock.patch.multiple("cllm.cluster.link_server", **PACE))
@@ -190,19 +191,19 @@ class LocalCluster(RemoteLLM):
         """Wait until the ingress has heard everything of exactly the replicas that there are."""
 
         def is_settled() -> bool:
-            reported = {peer.name for peer in self.peers if peer.report is not None}
-            return reported == {peer.name for peer in self.peers} == set(self.local.members)
+            reported = {peer.name for peer in self.remote.peers if peer.report is not None}
+            return reported == {peer.name for peer in self.remote.peers} == set(self.local.members)
 
         await until(is_settled)
 
     async def caught_up(self) -> None:
         """Wait until each replica has told everything that has happened up to now."""
         for _ in range(2):  # the next report may have been made before this call
-            seen = {peer.name: peer.report for peer in self.peers}
+            seen = {peer.name: peer.report for peer in self.remote.peers}
             await until(partial(self._has_newer, seen))
 
     def _has_newer(self, seen: Mapping[str, Report | None]) -> bool:
-        return all(peer.report is not seen.get(peer.name) for peer in self.peers)
+        return all(peer.report is not seen.get(peer.name) for peer in self.remote.peers)
 
 
 class ScriptedCluster(Scripted, LocalCluster):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.kv.block_names import chain, fingerprint
+from cllm.kv.block_names import chain, fingerprint, root_name
 from cllm.kv.disk.files import Files
 from cllm.kv.disk.store import DiskStore, ModelStore
 
@@ -72,7 +72,7 @@ def open_model_store(store: DiskStore, model: bytes = MODEL, block_bytes: int = 
 
 
 def names_of(model_store: ModelStore, tokens: list[int]) -> list[bytes]:
-    return chain(model_store.root(), array("i", tokens), BLOCK_TOKENS)
+    return chain(root_name(), array("i", tokens), BLOCK_TOKENS)
 
 
 def content(name: bytes, size: int = BLOCK_BYTES) -> bytes:
@@ -81,7 +81,7 @@ def content(name: bytes, size: int = BLOCK_BYTES) -> bytes:
 
 
 def put(model_store: ModelStore, names: list[bytes], first: int = 0) -> int:
-    parent = names[first - 1] if first else model_store.root()
+    parent = names[first - 1] if first else root_name()
     return model_store.put(
         parent, first, names[first:], [content(name, model_store.block_bytes) for name in names[first:]]
     )

@@ -10,10 +10,11 @@ from typing import Any
 from cllm.backends.fake import END_TOKEN, FakeBackend
 from cllm.engine.drafting import Drafting
 from cllm.engine.params import SamplingParams
-from cllm.engine.request import Output, Request, build_request
+from cllm.engine.request import Output, Request, Terms, build_request
 from cllm.engine.request import Sequence as Answer
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.stepper import Stepper
+from cllm.engine.submission import Submission
 from cllm.engine.tenant import Tenant
 from engine_kit import make_scheduler, reference
 
@@ -137,20 +138,8 @@ A, B = Tenant("a", b"a"), Tenant("b", b"b")
 
 
 def new_sequence(prompt: list[int], tenant: Tenant = A) -> Answer:
-    request = build_request(
-        "request",
-        prompt,
-        SamplingParams(max_tokens=10_000),
-        arrival=0.0,
-        timeout_s=1.0,
-        priority=0,
-        eos_ids=frozenset(),
-        seed=0,
-        max_context=1 << 20,
-        vocab_size=1 << 17,
-        tenant=tenant,
-    )
-    return request.sequences[0]
+    submission = Submission(prompt, SamplingParams(max_tokens=10_000), "request", tenant=tenant)
+    return build_request(submission, Terms(1 << 20, 1 << 17), arrival=0.0, seed=0).sequences[0]
 
 
 def draft_with(scheduler: Scheduler, drafting: Drafting | None) -> None:

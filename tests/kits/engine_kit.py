@@ -6,7 +6,7 @@ import itertools
 import threading
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from cllm.backends.base import Chunk, PromptScores
 from cllm.backends.fake import END_TOKEN, FakeBackend
@@ -15,10 +15,11 @@ from cllm.engine.constraint import Constraint
 from cllm.engine.loop import Engine
 from cllm.engine.params import SamplingParams
 from cllm.engine.reading import Embedding, PromptPooling, PromptScoring, Reading
-from cllm.engine.request import FinishReason, Output, Request, build_request
+from cllm.engine.request import FinishReason, Output, Request, Terms, build_request
 from cllm.engine.resuming import Generated
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.stepper import Stepper
+from cllm.engine.submission import Submission
 from cllm.engine.tenant import ANONYMOUS, Tenant
 from cllm.kv.manager import KVManager
 from cllm.kv.ops import BlockGeometry, BlockOps, SlotGeometry, SlotOps
@@ -57,6 +58,15 @@ def make_scheduler(
     return Scheduler(make_kv(backend, layout, tokens=tokens, running=running), budget, max_running=running, **options)
 
 
+class _Started(NamedTuple):
+    """A grammar whose one answer has this constraint."""
+
+    constraint: Constraint
+
+    def start(self) -> Constraint:
+        return self.constraint
+
+
 class KeptRequest(Request):
     """Keeps its sequences when it has ended, for tests that compare them with what should be."""
 
@@ -83,24 +93,20 @@ def make_request(
     generated: Generated | None = None,
 ) -> Request:
     ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
-    request = build_request(
-        request_id or f"r{next(_numbers)}",
+    submission = Submission(
         ids,
         params,
-        arrival=arrival,
-        timeout_s=timeout_s,
-        priority=priority,
-        eos_ids=frozenset({END_TOKEN}),
-        seed=params.seed or 0,
-        max_context=max_context,
-        vocab_size=320,
-        window=window,
-        tenant=tenant,
+        request_id or f"r{next(_numbers)}",
+        priority,
+        timeout_s,
+        tenant,
         pins=pins,
-        reading=reading,
-        constraint=constraint,
+        grammar=None if constraint is None else _Started(constraint),
+        embeds=isinstance(reading, PromptPooling),
         generated=generated,
     )
+    terms = Terms(max_context, 320, frozenset({END_TOKEN}))
+    request = build_request(submission, terms, arrival=arrival, window=window, reading=reading, seed=params.seed or 0)
     request.__class__ = KeptRequest
     return request
 

@@ -214,8 +214,8 @@ class Rig:
             backend.collect = lambda chunks: (self.before_step(chunks), collect(chunks))[1]  # type: ignore[method-assign]
         self.calls.wrap_all(backend, "backend", AHEAD_CALLS if backend.traits.depth > 1 else BACKEND_CALLS)
         self.calls.wrap_all(kv, "kv", KV_CALLS)
-        owner, name = (kv._arena, "ops") if isinstance(kv, PagedKVManager) else (kv, "_ops")
-        setattr(owner, name, _Ops(getattr(owner, name), self.calls))
+        owner: Any = kv.arena if isinstance(kv, PagedKVManager) else kv.places
+        owner.ops = _Ops(owner.ops, self.calls)
         self.engine._accepting = True
 
     @property

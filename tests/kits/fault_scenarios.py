@@ -12,10 +12,10 @@ from cllm.backends.base import Chunk
 from cllm.backends.fake import FakeBackend
 from cllm.engine.request import Request
 from cllm.errors import BackendError, StepAbortedError
-from cllm.kv.memory import most_bytes
 from cllm.kv.ops import BlockGeometry, SlotGeometry
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.paged.upkeep import UpkeepSettings
+from cllm.kv.sizing import most_bytes
 from cllm.kv.slots.manager import SlotKVManager
 from cllm.kv.window import Window
 from engine_kit import make_request, reference
@@ -257,18 +257,18 @@ def bursts(rig: Rig) -> None:
             rig.submit(prompt, 3)
     rig.submit("twins", 2, n=2, temperature=1.0, seed=6)
     rig.turns(8)
-    taken.append(len(kv._slots))
+    taken.append(len(kv.places.slots))
     rig.now += 2.0
     rig.turns(2)
-    taken.append(len(kv._slots))
+    taken.append(len(kv.places.slots))
     rig.run()
     rig.idle_check()
-    taken.append(len(kv._slots))
+    taken.append(len(kv.places.slots))
     rig.submit("and the next", 2)
     rig.submit("stays for", 2)
     rig.run()
     if not rig.fault.number:
-        assert taken == [4, 2, 1] and len(kv._slots) == 2
+        assert taken == [4, 2, 1] and len(kv.places.slots) == 2
 
 
 def takes_time(rig: Rig) -> Callable[[object], None]:

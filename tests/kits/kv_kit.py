@@ -14,11 +14,11 @@ from cllm.backends.base import Chunk
 from cllm.backends.fake import FakeBackend
 from cllm.kv.eviction import SegmentedLRU
 from cllm.kv.manager import KVManager
-from cllm.kv.memory import most_bytes
 from cllm.kv.ops import BlockGeometry, BlockOps, SlotGeometry, SlotOps
 from cllm.kv.paged.block_table import allocation_of
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.sequence import KVSequence
+from cllm.kv.sizing import most_bytes
 from cllm.kv.slots.manager import SlotKVManager
 from step_of import rows_of
 
@@ -113,17 +113,23 @@ def held_tokens(backend: FakeBackend, sequence: KVSequence) -> list[int]:
 def state_of(kv: KVManager) -> Any:
     """Everything that a call which fails must leave as it is: numbers, tables, trees, and the orders of eviction."""
     if isinstance(kv, PagedKVManager):
-        order = [bytes(node.key) for node in _in_order(kv._prefixes.policy)]
-        pool = (bytes(kv._pool.free_map), dict(kv._pool._shared), list(kv._pool.holders))
+        order = [bytes(node.key) for node in _in_order(kv.arena.prefixes.policy)]
+        pool = (bytes(kv.arena.pool.free_map), dict(kv.arena.pool._shared), list(kv.arena.pool.holders))
         tables = [
-            (list(s.tokens), s.num_computed, list(s.blocks), allocation_of(s).indexed) for s in kv._running.values()
+            (list(s.tokens), s.num_computed, list(s.blocks), allocation_of(s).indexed)
+            for s in kv.arena.running.values()
         ]
-        tree = _shape(kv._prefixes.tree.root, lambda node: (node.number, list(node.value), node.references))
+        tree = _shape(kv.arena.prefixes.tree.root, lambda node: (node.number, list(node.value), node.references))
         return kv.usage()._replace(extents_ready=0, extents_fresh=0), order, pool, tables, tree
     assert isinstance(kv, SlotKVManager)
-    slots = [entry and (entry.number, entry.length, entry.hits) for entry in kv._slots]
-    store = [(entry.number, entry.length, entry.hits) for entry in _in_order(kv._store._order)]
-    return kv.usage(), slots, store, _shape(kv._index._tree.root, lambda node: {entry.number for entry in node.value})
+    slots = [entry and (entry.number, entry.length, entry.hits) for entry in kv.places.slots]
+    store = [(entry.number, entry.length, entry.hits) for entry in _in_order(kv.places.store._order)]
+    return (
+        kv.usage(),
+        slots,
+        store,
+        _shape(kv.places.index._tree.root, lambda node: {entry.number for entry in node.value}),
+    )
 
 
 def _in_order(policy: Any) -> list[Any]:
@@ -232,8 +238,8 @@ class ManagerMachine(RuleBasedStateMachine):
         assert usage.free + usage.evictable + usage.referenced == usage.total
         assert min(usage.free, usage.evictable, usage.referenced) >= 0
         assert usage.sequences_running == len(self.live)
-        if isinstance(self.kv, PagedKVManager) and self.kv._max_sequences is not None:
-            assert len(self.live) + usage.sequences_held - usage.pins <= self.kv._max_sequences
+        if isinstance(self.kv, PagedKVManager) and self.kv.room._max_sequences is not None:
+            assert len(self.live) + usage.sequences_held - usage.pins <= self.kv.room._max_sequences
         if not self.live:
             assert usage.referenced == 0
 

@@ -16,7 +16,7 @@ LONG = "It was a quiet morning in the village, and nothing had happened yet. " *
 
 
 def engine_of(llm: LLM) -> Engine:
-    engine = llm._llm._engine
+    engine = llm._llm.executor.engine
     assert engine is not None
     return engine
 

@@ -44,7 +44,7 @@ def load_and_use(path: Path, *, with_text: bool) -> str:
         model = GGUFModel.open(path)
         if with_text:
             use_text(model)
-        next_logits(load_engine(model, threads=1), model.shape.n_vocab, [0])
+        next_logits(load_engine(model, threads=1), model.spec.n_vocab, [0])
     except ModelError as error:
         return f"refused: {error}"
     except BaseException as error:

@@ -99,5 +99,5 @@ async def watchers_gone(llm: AsyncLLM, app: TrackedApp) -> None:
 
 
 def watchers(llm: AsyncLLM) -> int:
-    assert llm._engine is not None
-    return llm._engine.views._watchers
+    assert llm.executor.engine is not None
+    return llm.executor.engine.views._watchers

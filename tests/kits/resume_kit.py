@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from cllm import AsyncLLM, SamplingParams
 from cllm.backends.fake import FakeBackend
 from cllm.engine.drafting import Drafter, Drafting
 from cllm.engine.observer import RequestRecord
 from cllm.engine.request import Output, Request
 from cllm.engine.stepper import Stepper
+from cllm.engine.submission import Submission
 from draft_kit import ScriptedDrafter, by_answer
 from engine_kit import make_scheduler, reference
 from pipelined_backend import PipelinedFake
@@ -134,3 +136,14 @@ class Outputs:
         """Of each answer; not what was read off the prompt."""
         outputs = [each for each in self.outputs if each.read is None]
         return [[said(each) for each in outputs if each.answer == index] for index in range(self.request.params.n)]
+
+
+def queued(
+    llm: AsyncLLM,
+    prompt: str | Sequence[int],
+    params: SamplingParams,
+    sink: Callable[[Request], Outputs] = Outputs,
+    **asked: Any,
+) -> Outputs:
+    """A request whose outputs stay as they are."""
+    return llm.queue_for(Submission(llm.text.encode(prompt, params), params, **asked), sink)

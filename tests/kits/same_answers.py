@@ -9,10 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cllm.backends.fake import FakeBackend
 from cllm.engine.request import FinishReason, Request
-from cllm.kv.memory import most_bytes
 from cllm.kv.ops import BlockGeometry, SlotGeometry
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.paged.upkeep import UpkeepSettings
+from cllm.kv.sizing import most_bytes
 from cllm.kv.slots.manager import SlotKVManager
 from cllm.kv.window import Window
 from fault_kit import CAUSE, WAYS, Clock, Machine, Rig

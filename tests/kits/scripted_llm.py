@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -19,6 +19,7 @@ from cllm.backends.base import Chunk, Logits
 from cllm.backends.fake import END_TOKEN, FakeBackend
 from cllm.config import Config
 from cllm.engine.params import SamplingParams
+from cllm.engine.submission import Submission
 from cllm.errors import StepAbortedError
 from cllm.generation import Generation
 from cllm.llm import AsyncLLM
@@ -127,8 +128,7 @@ class Scripted(AsyncLLM):
         self.script.on_starved = self._on_starved
         self.script.wanted = lambda: bool(self._live)
         self.generations: list[Generation] = []
-        self.options: list[dict[str, Any]] = []
-        """What else each of them was submitted with."""
+        self.submissions: list[Submission] = []
         self.asked: list[tuple[list[dict[str, Any]], PromptOptions]] = []
         self.compiled: list[Structure] = []
         self.submitted, self.starved = asyncio.Event(), asyncio.Event()
@@ -141,11 +141,11 @@ class Scripted(AsyncLLM):
     # -- what a test says ----------------------------------------------------------------------------------------
 
     @property
-    def text(self) -> str:
+    def says(self) -> str:
         return self.script.text
 
-    @text.setter
-    def text(self, text: str) -> None:
+    @says.setter
+    def says(self, text: str) -> None:
         self.script.text = text
 
     def hold(self, steps: int = 0) -> None:
@@ -198,57 +198,55 @@ class Scripted(AsyncLLM):
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "template.jinja")
             file.write_text(self._template, encoding="utf-8")
-            kept = self.config
+            self._loop = asyncio.get_running_loop()
+            kept, executor = self.config, cast(Any, self.executor)
             model = kept.model.model_copy(update={"chat_template": file})
-            self.config = kept.model_copy(update={"model": model})
+            self.config = executor._config = kept.model_copy(update={"model": model})
             context = max(4096, kept.resources.max_context_length or 0)
             make = partial(ScriptedBackend, self.script, context_length=context)
             with mock.patch("cllm.backends.fake.FakeBackend", make):
                 await super().start()
-            self.config = kept
+            self.config = executor._config = kept
+        self._watch_text()
 
     # -- work ----------------------------------------------------------------------------------------------------
 
-    def submit(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        grammar: Grammar | None = None,
-        shown: Mapping[int, bytes] | None = None,
-        **options: Any,
-    ) -> Generation:
+    def queue(self, submission: Submission) -> Generation:
         if self.failure is not None:
             if self.fail_after is None:
                 raise self.failure
             self.hold(self.fail_after)
-        ids = prompt if not isinstance(prompt, str) else self.tokenizer.encode(prompt)
+        ids = submission.prompt
         if all(isinstance(each, int) and 0 <= each < 1 << 16 for each in ids):
             self.script.prompts[_as_bytes(ids)] = None
-        generation = super().submit(prompt, params, request_id=request_id, grammar=grammar, shown=shown, **options)
+        generation = super().queue(submission)
         self.generations.append(generation)
-        self.options.append(options)
+        self.submissions.append(submission)
         self.submitted.set()
         return generation
 
-    async def compile(self, structure: Structure) -> Grammar:
-        self.compiled.append(structure)
-        return await super().compile(structure)
+    def _watch_text(self) -> None:
+        """What the model is asked to compile and to encode."""
+        text = self.text
+        compile, encode_chat = text.compile, text.encode_chat
 
-    async def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None = None,
-        options: PromptOptions = PLAIN,
-        limit: TokenLimit | None = None,
-    ) -> list[int]:
-        self.asked.append(([dict(message) for message in messages], options))
-        return await super().encode_chat(messages, params, options, limit)
+        async def compiled(structure: Structure) -> Grammar:
+            self.compiled.append(structure)
+            return await compile(structure)
+
+        async def encoded(
+            messages: Sequence[Mapping[str, Any]],
+            params: SamplingParams | None = None,
+            options: PromptOptions = PLAIN,
+            limit: TokenLimit | None = None,
+        ) -> list[int]:
+            self.asked.append(([dict(message) for message in messages], options))
+            return await encode_chat(messages, params, options, limit)
+
+        text.compile, text.encode_chat = compiled, encoded  # type: ignore[method-assign]
 
     def _on_starved(self) -> None:
         """On the engine's thread."""
-        assert self._loop is not None
         self._loop.call_soon_threadsafe(self._say_starved)
 
     def _say_starved(self) -> None:
@@ -264,7 +262,7 @@ class Scripted(AsyncLLM):
 
 
 def _is_busy(llm: AsyncLLM) -> bool:
-    state = AsyncLLM.snapshot(llm)
+    state = llm.executor.snapshot()
     return bool(state.running or state.waiting or state.kv.referenced)
 
 

@@ -58,7 +58,7 @@ class Rig:
         kv_type: str = "f16",
     ) -> None:
         model = GGUFModel.open(path)
-        self.n_vocab, self.n_embd = model.shape.n_vocab, model.shape.n_embd
+        self.n_vocab, self.n_embd = model.spec.n_vocab, model.spec.n_embd
         self.engine: Engine = load_engine(model, threads=threads, instruction_set=instruction_set)
         self.allocate(blocks=blocks, block_size=block_size, type_k=kv_type, type_v=kv_type)
 

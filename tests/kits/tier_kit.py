@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cllm.backends.base import Chunk
 from cllm.backends.fake import FakeBackend
-from cllm.errors import BackendError
 from cllm.kv.block_names import fingerprint
 from cllm.kv.disk.files import Files
 from cllm.kv.disk.store import DiskStore
-from cllm.kv.memory import most_bytes
-from cllm.kv.ops import BlockBytes, BlockGeometry, BlockOps, SlotGeometry, SlotOps
+from cllm.kv.ops import BlockBytes, BlockGeometry, BlockOps
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.sequence import KVSequence
-from cllm.kv.slots.manager import SlotKVManager
 from cllm.kv.tiers.disk_tier import DiskTier
-from cllm.kv.tiers.host_tier import HostTier
 from disk_kit import make_store
 from step_of import rows_of
 
@@ -70,7 +64,7 @@ class Cache:
 
     def lose(self, units: int) -> None:
         """Memory is needed: so many blocks of what is cached go."""
-        self.kv._evict(units)
+        self.kv.room.evict(units)
 
     def ask(self, tokens: list[int], space: bytes = b"") -> KVSequence:
         sequence = KVSequence(tokens, space=space)
@@ -153,153 +147,3 @@ class Cache:
         assert usage.sequences_running == len(self.running)
         for sequence in self.running:
             self.assert_right(sequence)
-
-
-class LateCopy:
-    """A copy that is made when it has to be, or when the test says so, of what is there by then."""
-
-    seconds = 1e-6
-
-    def __init__(self, rows: LateRows, copy: Callable[[], None]) -> None:
-        self._rows = rows
-        self._copy: Callable[[], None] | None = copy
-
-    def make(self) -> None:
-        copy, self._copy = self._copy, None
-        if copy is not None:
-            copy()
-
-    def drop(self) -> None:
-        self._copy = lambda: None
-
-    @property
-    def done(self) -> bool:
-        self._rows.call()
-        return self._copy is None
-
-
-class LateRows:
-    """The host's memory beside the fake backend, whose copies are as late as they may be: a block that is overwritten
-    before it was waited for spoils what was to be kept of it."""
-
-    def __init__(self, backend: FakeBackend, most_rows: int, at_once: int = 64) -> None:
-        self.most_rows = most_rows
-        self.rows = 0
-        self.calls = 0
-        self.fail_at = 0
-        self.waits_fail = False
-        self.under_way: list[LateCopy] = []
-        self._at_once = at_once
-        self._backend = backend
-        ops = backend.ops
-        assert isinstance(ops, BlockBytes)
-        self.row_bytes = ops.block_bytes
-        self._memory = np.full((most_rows, self.row_bytes), 255, np.uint8)
-
-    def call(self) -> None:
-        self.calls += 1
-        if self.calls == self.fail_at:
-            raise BackendError("no copies")
-
-    def want_more(self, count: int) -> None:
-        self.rows = min(self.rows + self._at_once, self.most_rows)
-
-    def copy_out(self, blocks: Sequence[int], rows: Sequence[int]) -> LateCopy:
-        blocks, rows = list(blocks), list(rows)
-        assert len(blocks) == len(rows) and all(0 <= row < self.rows for row in rows)
-
-        def copy() -> None:
-            for row, content in zip(rows, self._ops.read_blocks(blocks), strict=True):
-                self._memory[row] = content
-
-        return self._ask(copy)
-
-    def copy_in(self, rows: Sequence[int], blocks: Sequence[int], after: Sequence[LateCopy]) -> LateCopy:
-        blocks, rows = list(blocks), list(rows)
-
-        def copy() -> None:
-            for each in after:
-                each.make()
-            for row, content in zip(rows, self._ops.landing(blocks), strict=True):
-                content[:] = self._memory[row]
-
-        return self._ask(copy)
-
-    def _ask(self, copy: Callable[[], None]) -> LateCopy:
-        self.call()
-        self.under_way.append(LateCopy(self, copy))
-        return self.under_way[-1]
-
-    def wait_for(self, copying: LateCopy) -> None:
-        if self.waits_fail:
-            self.call()
-        copying.make()
-
-    def row(self, number: int) -> NDArray[np.uint8]:
-        return self._memory[number]
-
-    @property
-    def _ops(self) -> BlockBytes:
-        ops = self._backend.ops
-        assert isinstance(ops, BlockBytes)
-        return ops
-
-    def work(self, count: int | None = None, *, newest: bool = False) -> None:
-        """Those of the two directions overtake each other."""
-        for _ in range(len(self.under_way) if count is None else min(count, len(self.under_way))):
-            self.under_way.pop(-1 if newest else 0).make()
-
-    def drop(self) -> None:
-        """The backend's memory is renewed."""
-        for each in self.under_way:
-            each.drop()
-        self.under_way = []
-
-
-class HostCache(Cache):
-    """With the host's memory between arena and disk, or without a disk."""
-
-    def __init__(self, directory: Path, *, host_rows: int = 12, rows_at_once: int = 64, **options: Any) -> None:
-        super().__init__(directory, **options)
-        self.rows = LateRows(self.backend, host_rows, rows_at_once)
-        self.host = HostTier(self.rows, block_tokens=BLOCK, least_tokens=2 * BLOCK)
-        self.kv.use_host(self.host)
-
-    def work(self) -> None:
-        super().work()
-        self.rows.work()
-
-    def settle(self) -> None:
-        for _ in range(6):  # what is written is copied before
-            super().settle()
-
-    def forget(self) -> None:
-        self.rows.drop()
-        super().forget()
-
-
-class SlotCache(Cache):
-    """The same with slots."""
-
-    kv: SlotKVManager  # type: ignore[assignment]
-
-    def make_kv(self, slots: int = 3, store_tokens: int = 200, **options: Any) -> Any:
-        geometry = SlotGeometry(slots, 64)
-        self.backend.allocate(geometry)
-        ops = self.backend.ops
-        assert isinstance(ops, SlotOps)
-        size = most_bytes(store_tokens, 8)
-        return SlotKVManager(ops, geometry, bytes_per_token=8, store_bytes=size, clock=self.clock, **options)
-
-    def assert_sound(self) -> None:
-        super().assert_sound()
-        coming = sum(buffer.nbytes for load in self.kv._loads for buffer in load.buffers)
-        assert self.kv._coming_bytes == coming
-        assert self.kv._store.bytes + coming <= self.kv._store_bytes
-
-    def lose(self, units: int) -> None:
-        """Held sequences go to the store, and some of those, or all, go from there."""
-        for slot, entry in enumerate(self.kv._slots):
-            if entry is not None and entry.owner is None:
-                self.kv._vacate(slot)
-        self.kv._make_room(0, max(0, self.kv._store.bytes - 40 * units))

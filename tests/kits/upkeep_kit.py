@@ -11,12 +11,12 @@ from hypothesis.stateful import invariant, rule
 from cllm.backends.fake import FakeBackend
 from cllm.kv.manager import KVManager
 from cllm.kv.ops import BlockGeometry, BlockOps
-from cllm.kv.paged.compaction import Plan, plan_fill, plan_lift, plan_slide
+from cllm.kv.paged.compaction import MovePlan, plan_fill, plan_lift, plan_slide
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.paged.upkeep import UpkeepSettings
 from kv_kit import BYTES_PER_TOKEN, ManagerMachine
 
-PLANS: list[Plan] = [plan_fill, plan_slide, plan_lift]
+PLANS: list[MovePlan] = [plan_fill, plan_slide, plan_lift]
 
 
 class Clock:
@@ -78,20 +78,20 @@ class UpkeepMachine(ManagerMachine):
         self.kv.maintain(budget_s)
 
     @rule(plan=st.sampled_from(PLANS), blocks=st.integers(1, 8))
-    def move(self, plan: Plan, blocks: int) -> None:
+    def move(self, plan: MovePlan, blocks: int) -> None:
         before = self.cached()
-        self.paged._upkeep.compactor.slice(plan, blocks, 1.0)
+        self.paged.upkeep.compactor.slice(plan, blocks, 1.0)
         assert self.cached() == before
 
     @rule(extents=st.integers(1, 3))
     def give_back(self, extents: int) -> None:
-        upkeep = self.paged._upkeep
+        upkeep = self.paged.upkeep
         if run := upkeep._highest_run(extents):
             assert upkeep.release(run)
 
     @rule()
     def prepare(self) -> None:
-        self.paged._upkeep._prepare(self.clock.now)
+        self.paged.upkeep._prepare(self.clock.now)
 
     @rule()
     def settle(self) -> None:
@@ -107,7 +107,7 @@ class UpkeepMachine(ManagerMachine):
         arena = self.backend.memory._arena  # type: ignore[union-attr]
         return {
             b"".join(bytes(part.key) for part in reversed(list(node.path()))): arena[node.value].ravel().tolist()
-            for node in self.paged._prefixes.tree.nodes()
+            for node in self.paged.arena.prefixes.tree.nodes()
         }
 
     @invariant()
@@ -120,8 +120,8 @@ class UpkeepMachine(ManagerMachine):
         view = self.paged.view()
         numbers = {sequence.number for sequence in view.sequences} | {prefix.number for prefix in view.prefixes}
         assert set(view.holders.tolist()) <= numbers | {0}
-        held, free_map = view.holders != 0, np.frombuffer(self.paged._pool.free_map, np.uint8)
-        total = self.paged._pool.total
+        held, free_map = view.holders != 0, np.frombuffer(self.paged.arena.pool.free_map, np.uint8)
+        total = self.paged.arena.pool.total
         assert np.array_equal(held[:total], free_map[:total] == 0) and not held[total:].any()
         assert view.prefixes_in_all == len(view.prefixes)
         assert view.used_prefixes == {prefix.number for prefix in view.prefixes if prefix.users}

@@ -18,7 +18,7 @@ from cllm.kv.paged import upkeep
 from cllm.kv.paged.compaction import (
     CompactionEstimate,
     CompactionTrigger,
-    Plan,
+    MovePlan,
     in_calls,
     plan_fill,
     plan_lift,
@@ -96,7 +96,7 @@ def test_a_lift_moves_blocks_up_within_twice_their_room() -> None:
 
 @settings(deadline=None)
 @given(Maps, st.integers(1, 60), st.sampled_from(PLANS))
-def test_a_call_that_fails_leaves_every_source_as_it_was(free: bytes, most: int, plan: Plan) -> None:
+def test_a_call_that_fails_leaves_every_source_as_it_was(free: bytes, most: int, plan: MovePlan) -> None:
     """Within a call nothing is written where something live lies: neither a source of the call nor anything else."""
     moves = plan(free, most)
     now = bytearray(free)
@@ -141,7 +141,7 @@ def scattered(kv: PagedKVManager, backend: FakeBackend, count: int = 8) -> list[
     sequences = [run_to_end(backend, kv, [letter] * 8) for letter in range(2 * count)]
     for sequence in sequences[::2]:
         kv.release(sequence)
-    kv._evict(2 * count)
+    kv.room.evict(2 * count)
     return sequences[1::2]
 
 
@@ -200,16 +200,16 @@ def test_blocks_are_not_moved_into_memory_that_would_have_to_be_taken() -> None:
     first = run_to_end(backend, kv, [50] * 32)
     kept = scattered(kv, backend)
     kv.release(first, keep=False)
-    kv._evict(1000)
+    kv.room.evict(1000)
     for extent in range(2):
-        kv._upkeep.release(range(extent, extent + 1))
+        kv.upkeep.release(range(extent, extent + 1))
     for sequence in kept:
         kv.release(sequence)
     clock.now += 10.0
     settle(kv)
     usage = kv.usage()
     assert usage.compactions == 1 and usage.extents_used == 4 and usage.extents_ready == 0
-    assert kv._pool.free_map[:8] == b"\1" * 8
+    assert kv.arena.pool.free_map[:8] == b"\1" * 8
 
 
 def test_blocks_are_moved_into_holes_and_not_into_extents_that_are_ready() -> None:
@@ -221,14 +221,14 @@ def test_blocks_are_moved_into_holes_and_not_into_extents_that_are_ready() -> No
         gone.append(run_to_end(backend, kv, [50 + letter] * 64))
     for sequence in (first, *gone):
         kv.release(sequence, keep=False)
-    kv._evict(1000)
-    states = kv._pool.extents.states
+    kv.room.evict(1000)
+    states = kv.arena.pool.extents.states
     assert bytes(states) == bytes([READY] * 2 + [ROOM_FOR_PROMPTS] * 4)
-    assert kv._upkeep.estimate().gain_bytes == 2 * kv._arena.extent_bytes
+    assert kv.upkeep.estimate().gain_bytes == 2 * kv.arena.extent_bytes
     clock.now += 1.0
     while kv.maintain(1e-3):
         assert bytes(states[:2]) == bytes([READY] * 2)
-    assert kv._upkeep.compactor.moved_blocks == 32
+    assert kv.upkeep.compactor.moved_blocks == 32
     assert bytes(states) == bytes([READY] * 2 + [FULL] * 2 + [READY] * 2)
     assert [held_tokens(backend, sequence) for sequence in kept] == [[letter] * 64 for letter in range(4)]
 
@@ -267,11 +267,11 @@ def test_while_people_come_only_what_was_long_unused_goes_back() -> None:
     steady = run_to_end(backend, kv, [99] * 5)
     for sequence in burst:
         kv.release(sequence, keep=False)
-    kv._evict(1000)
+    kv.room.evict(1000)
     for second in range(12):
         clock.now += 1.0
         kv.release(run_to_end(backend, kv, [100 + second] * 4), keep=False)
-        kv._evict(1000)
+        kv.room.evict(1000)
         kv.maintain(1e-3)
         if second == 8:
             assert kv.usage().released_bytes == 0
@@ -300,14 +300,14 @@ def test_memory_is_ready_before_the_first_one_comes_and_within_the_idle_size() -
 
 def test_only_free_memory_is_ever_given_back_or_prepared() -> None:
     backend, kv, clock = elastic(idle_blocks=4, ahead_blocks=4)
-    free_map = kv._pool.free_map
+    free_map = kv.arena.pool.free_map
     asked: list[str] = []
 
     def watch(name: str) -> None:
         call: Callable[[int, int], None] = getattr(backend.ops, name)
 
         def watched(first: int, count: int) -> None:
-            assert kv._pool.free_map.find(0, first, first + count) < 0
+            assert kv.arena.pool.free_map.find(0, first, first + count) < 0
             asked.append(name)
             call(first, count)
 
@@ -315,7 +315,7 @@ def test_only_free_memory_is_ever_given_back_or_prepared() -> None:
 
     watch("release_pages")
     watch("prepare_pages")
-    assert free_map is kv._pool.free_map
+    assert free_map is kv.arena.pool.free_map
     settle(kv)
     for sequence in scattered(kv, backend):
         kv.release(sequence)
@@ -338,11 +338,11 @@ def test_the_os_is_asked_for_resident_memory_only_while_nothing_runs() -> None:
 
 def test_an_extent_that_is_used_meanwhile_is_not_prepared_any_further() -> None:
     backend, kv, clock = elastic(ahead_blocks=8)
-    assert kv._upkeep._prepare(clock.now)
+    assert kv.upkeep._prepare(clock.now)
     assert kv.usage().prepared_bytes == 32
     sequence = run_to_end(backend, kv, [1] * 16)
     assert sequence.blocks == [0, 1, 2, 3]
-    kv._upkeep._prepare(clock.now)
+    kv.upkeep._prepare(clock.now)
     assert held_tokens(backend, sequence) == [1] * 16
 
 
@@ -369,8 +369,8 @@ def test_always_really_moves_what_lives_and_nothing_changes() -> None:
 def test_a_small_budget_adds_up_to_a_block() -> None:
     backend, kv, _ = elastic(compaction="always")
     scattered(kv, backend)
-    compactor = kv._upkeep.compactor
-    third = kv._arena.block_bytes / compactor.throughput.bytes_per_s / 3
+    compactor = kv.upkeep.compactor
+    third = kv.arena.block_bytes / compactor.throughput.bytes_per_s / 3
     assert [compactor.slice(plan_fill, 9, 1.01 * third) for _ in range(3)] == [None, None, 1]
 
 
@@ -399,8 +399,8 @@ def test_what_was_empty_before_a_compaction_is_not_its_gain(others_came: bool) -
     backend, kv, clock = elastic(64, idle_blocks=0, ahead_blocks=0)
     kept = scattered(kv, backend)
     kv.release(run_to_end(backend, kv, [99] * 64), keep=False)
-    kv._evict(1000)
-    trigger = kv._upkeep.trigger
+    kv.room.evict(1000)
+    trigger = kv.upkeep.trigger
     first = trigger.price
     clock.now += 1.0
     settle(kv)

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
+import zlib
 from array import array
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 from cllm.kv.block_names import chain, fingerprint, root_name
-from cllm.kv.disk.format import PAGE
+from cllm.kv.disk.format import PAGE, VERSION
 from cllm.kv.disk.store import DiskStore
 from disk_kit import (
     BLOCK_BYTES,
@@ -37,23 +38,23 @@ from repository import KITS
 # -- names ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_name_depends_on_the_model_the_salt_and_every_token_before() -> None:
+def test_a_name_depends_on_the_space_and_every_token_before() -> None:
     tokens = array("i", range(64))
-    names = chain(root_name(MODEL), tokens, 16)
+    names = chain(root_name(), tokens, 16)
     assert len(set(names)) == 4
     for changed in range(64):
         other = tokens[:]
         other[changed] += 1
-        others = chain(root_name(MODEL), other, 16)
+        others = chain(root_name(), other, 16)
         equal = [name == other_name for name, other_name in zip(names, others, strict=True)]
         assert equal == [number < changed // 16 for number in range(4)]
-    assert not set(names) & set(chain(root_name(MODEL, b"tenant"), tokens, 16))
-    assert not set(names) & set(chain(root_name(fingerprint(b"another model", {})), tokens, 16))
+    assert not set(names) & set(chain(root_name(b"tenant"), tokens, 16))
+    assert not set(names) & set(chain(root_name(b"tenant", names[0]), tokens, 16))
 
 
 def test_a_chain_can_be_continued() -> None:
     tokens = np.arange(100, dtype=np.int32)
-    root = root_name(MODEL)
+    root = root_name()
     whole = chain(root, tokens, 16)
     assert len(whole) == 6
     begun = chain(root, tokens[:48], 16)
@@ -117,7 +118,7 @@ def test_blocks_may_come_one_by_one_and_backwards(tmp_path: Path) -> None:
     model_store = open_model_store(store)
     names = names_of(model_store, long_prompt(10))
     for number in reversed(range(10)):
-        parent = names[number - 1] if number else model_store.root()
+        parent = names[number - 1] if number else root_name()
         assert model_store.put(parent, number, [names[number]], [content(names[number])]) == 1
     store.work()
     assert len(segments(tmp_path)) == 1
@@ -146,10 +147,10 @@ def test_what_is_there_is_not_written_again(tmp_path: Path) -> None:
     for _ in range(3):
         assert put(model_store, names) == 6
     store.work()
-    written = store.stats().written_bytes
+    written = store.writer.speed.total
     assert put(model_store, names) == 6
     store.work()
-    assert store.stats().written_bytes == written
+    assert store.writer.speed.total == written
 
 
 def test_a_block_of_another_size_is_refused(tmp_path: Path) -> None:
@@ -157,7 +158,7 @@ def test_a_block_of_another_size_is_refused(tmp_path: Path) -> None:
     model_store = open_model_store(store)
     names = names_of(model_store, long_prompt(1))
     with pytest.raises(ValueError, match="599 bytes, not 600"):
-        model_store.put(model_store.root(), 0, names, [bytes(599)])
+        model_store.put(root_name(), 0, names, [bytes(599)])
     assert store.writer.queued_bytes == 0
 
 
@@ -199,8 +200,60 @@ def test_models_and_tenants_do_not_see_each_other(tmp_path: Path) -> None:
     put(model_store, names)
     store.work()
     assert other.held(names) == 0
-    tenant = chain(model_store.root(b"a tenant's salt"), array("i", long_prompt(4)), BLOCK_TOKENS)
+    tenant = chain(root_name(b"a tenant"), array("i", long_prompt(4)), BLOCK_TOKENS)
     assert model_store.held(tenant) == 0
+
+
+def test_models_that_write_blocks_of_one_name_at_once_do_not_mix_them(tmp_path: Path) -> None:
+    """Names do not depend on the model: what one of them writes must not be joined to what the other has begun."""
+    store = make_store(tmp_path)
+    ours, other = open_model_store(store), open_model_store(store, fingerprint(b"another model's files", {}))
+    names = names_of(ours, long_prompt(4))
+    ours.put(root_name(), 0, names[:2], [content(name) for name in names[:2]])
+    assert put(ours, names[:3], 2) == 1
+    other.put(names[1], 2, names[2:], [content(name)[::-1] for name in names[2:]])
+    store.work()
+    assert (ours.held(names), other.held(names), other.held(names[2:])) == (3, 0, 2)
+    assert load(store, ours, names[:3]) == 3
+    buffers = [np.zeros(BLOCK_BYTES, np.uint8) for _ in names[2:]]
+    ticket = other.load(names[2:], buffers)
+    store.work()
+    assert ticket.complete
+    assert [buffer.tobytes() for buffer in buffers] == [content(name)[::-1] for name in names[2:]]
+
+
+def change_version(path: Path, version: int) -> None:
+    page = bytearray(path.read_bytes()[: PAGE - 4])
+    page[8:12] = version.to_bytes(4, "little")
+    with path.open("r+b") as file:
+        file.write(page + zlib.crc32(page).to_bytes(4, "little"))
+
+
+def test_what_an_older_version_wrote_is_removed_and_a_newer_versions_left_alone(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    ours, gone = open_model_store(store), open_model_store(store, fingerprint(b"a model that is not used any more", {}))
+    prompts = [long_prompt(4, start) for start in (0, 100, 200)]
+    for prompt in prompts:
+        put(ours, names_of(ours, prompt))
+        store.work()
+    put(gone, names_of(gone, prompts[0]))
+    store.work()
+    store.close()
+    (gone_folder,) = {path.parent for path in segments(tmp_path)} - {tmp_path / MODEL[:16].hex()}
+    old, new, same = sorted((tmp_path / MODEL[:16].hex()).iterdir())
+    change_version(old, VERSION - 1)
+    change_version(new, VERSION + 1)
+    change_version(next(gone_folder.iterdir()), VERSION - 1)
+
+    store = make_store(tmp_path)
+    ours = open_model_store(store)
+    assert segments(tmp_path) == [new, same] and not gone_folder.exists()
+    assert sorted(ours.held(names_of(ours, prompt)) for prompt in prompts) == [0, 0, 4]
+    assert store.stats().counts["outdated"] == 2
+    for prompt in prompts:
+        assert put(ours, names_of(ours, prompt)) == 4
+    store.work()
+    assert [load(store, ours, names_of(ours, prompt)) for prompt in prompts] == [4, 4, 4]
 
 
 # -- the limit -----------------------------------------------------------------------------------------------------
@@ -212,7 +265,7 @@ def test_the_queue_is_bounded(tmp_path: Path) -> None:
     names = names_of(model_store, long_prompt(25))
     assert put(model_store, names) == 10
     assert put(model_store, names) == 10
-    assert store.stats().queued_bytes == 10 * BLOCK_BYTES
+    assert store.writer.queued_bytes == 10 * BLOCK_BYTES
     store.work()
     assert put(model_store, names) == 20
     store.work()
@@ -563,7 +616,7 @@ def test_a_cancelled_ticket_ends(tmp_path: Path) -> None:
     ticket.cancel()
     store.work()
     assert ticket.done and not ticket.complete and ticket.loaded == 0
-    assert store.stats().loading_bytes == 0
+    assert store.reader.queued_bytes == 0
 
 
 # -- whole sequences -----------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cllm.kv.block_names import fingerprint
+from cllm.kv.block_names import fingerprint, root_name
 from cllm.kv.disk import payload_writer
 from cllm.kv.disk.format import PAGE
 from cllm.kv.disk.store import DiskStore, ModelStore
@@ -121,7 +121,7 @@ class Scenario:
         model_store = open_model_store(self.store, OTHER, block_bytes=PAGE)
         names = names_of(model_store, long_prompt(2 + turn))
         self.store.writer.throttle.note(self, answering=True)
-        model_store.put(model_store.root(), 0, names, [content(name, PAGE) for name in names], urgent=True)
+        model_store.put(root_name(), 0, names, [content(name, PAGE) for name in names], urgent=True)
         self.now += THROTTLED_LINGER_S
         while self.store.writer.work() == 0.0:
             pass
@@ -280,7 +280,7 @@ def load_all(store: DiskStore, model_store: ModelStore, names: list[bytes], toke
 
 
 def test_every_damaged_byte_is_noticed(tmp_path: Path) -> None:
-    """Those between the payloads, too. Nothing wrong is ever loaded, and the file is mended or gone afterwards."""
+    """Bytes between the payloads, too. Nothing wrong is ever loaded, and the file is mended or gone afterwards."""
     store = make_store(tmp_path)
     model_store = open_model_store(store, block_bytes=SMALL_BLOCK)
     names = names_of(model_store, long_prompt(3))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cllm.kv.block_names import root_name
 from cllm.kv.disk.catalog import SURVEY_INTERVAL_S
 from cllm.kv.disk.directory import LOCK_NAME
 from cllm.kv.disk.files import Files
@@ -141,7 +142,7 @@ def write_gently(store: Any, model_store: Any, names: list[bytes], size: int) ->
     done = 0
     for _ in range(10 * len(names)):
         store.writer.throttle.note(store, answering=True)
-        parent = names[done - 1] if done else model_store.root()
+        parent = names[done - 1] if done else root_name()
         done += model_store.put(
             parent, done, names[done : done + 1], [content(name, size) for name in names[done : done + 1]]
         )
@@ -171,7 +172,7 @@ class Fickle(Throttle):
     """Somebody begins or ends an answer whenever that is looked at, or every second or third time."""
 
     def __init__(self, period: int) -> None:
-        super().__init__(None, sleep=lambda _: None)
+        super().__init__(sleep=lambda _: None)
         self._looks = count()
         self._period = period
 
@@ -224,7 +225,7 @@ def test_what_fits_is_read_straight_into_its_place(tmp_path: Path) -> None:
     store = make_store(tmp_path, limit=1 << 30, files=files)
     model_store = open_model_store(store, block_bytes=LARGE)
     names = names_of(model_store, long_prompt(7))
-    model_store.put(model_store.root(), 0, names, [content(name, LARGE) for name in names])
+    model_store.put(root_name(), 0, names, [content(name, LARGE) for name in names])
     store.work()
     assert load_into(store, model_store, names, LARGE) == 7
     assert files.read_directly == 7 * LARGE
@@ -233,17 +234,17 @@ def test_what_fits_is_read_straight_into_its_place(tmp_path: Path) -> None:
 def test_writing_rests_in_proportion_to_its_work() -> None:
     slept: list[float] = []
     worked = [0.0]
-    throttle = Throttle(None, sleep=slept.append, worked=lambda: worked[0])
+    throttle = Throttle(sleep=slept.append, worked=lambda: worked[0])
     throttle.begin()
     worked[0] = 0.0002
-    assert throttle.rest(1000) == 0.0 and not slept
+    assert throttle.rest() == 0.0 and not slept
     throttle.note(throttle, answering=True)
     worked[0] = 0.0003
-    assert throttle.rest(1000) == pytest.approx(0.0001 / THROTTLED_SHARE) == pytest.approx(slept[0])
+    assert throttle.rest() == pytest.approx(0.0001 / THROTTLED_SHARE) == pytest.approx(slept[0])
     worked[0] = 10.0
-    assert throttle.rest(1000) == LONGEST_REST_S
+    assert throttle.rest() == LONGEST_REST_S
     worked[0] = 5.0  # no clock should
-    assert 0 < throttle.rest(1000) < LONGEST_REST_S
+    assert 0 < throttle.rest() < LONGEST_REST_S
 
 
 def test_memory_for_copies_is_taken_ahead_up_to_a_limit() -> None:
@@ -275,8 +276,8 @@ def test_gently_nothing_is_copied_into_fresh_memory_unless_it_is_urgent(tmp_path
     names = names_of(model_store, long_prompt(3))
     blocks = [content(name) for name in names]
     store.writer.throttle.note(store, answering=True)
-    assert model_store.put(model_store.root(), 0, names, blocks) == 0
-    assert model_store.put(model_store.root(), 0, names, blocks, urgent=True) == 3
+    assert model_store.put(root_name(), 0, names, blocks) == 0
+    assert model_store.put(root_name(), 0, names, blocks, urgent=True) == 3
     store.work()
     assert load(store, model_store, names) == 3
 

@@ -19,12 +19,12 @@ from thorough import sampled
 def names_in(kv: PagedKVManager) -> set[bytes]:
     """From the tokens that the tree spells, made anew."""
     names: list[bytes] = []
-    for node in kv._prefixes.tree.nodes():
+    for node in kv.arena.prefixes.tree.nodes():
         space, last = None, b""
         for part in reversed(list(node.path())):
             if part.space != space:  # the root's, or where a space goes on from what is common
-                last, space = root_name(last, part.space), part.space
-            made = chain(last, bytes(part.key), kv.block_size)
+                last, space = root_name(part.space, last), part.space
+            made = chain(last, bytes(part.key), kv.unit_tokens)
             last = made[-1]
         names += made
     assert len(names) == len(set(names))
@@ -36,9 +36,9 @@ class EventMachine(PinMachine):
 
     def build(self) -> tuple[FakeBackend, KVManager]:
         backend, kv = paged(blocks=10, block_size=2, pin_limit=self.limit, clock=lambda: self.now)
-        self.short, self.long = kv._arena.events.listen(3), kv._arena.events.listen(100_000)
+        self.short, self.long = kv.arena.events.listen(3), kv.arena.events.listen(100_000)
         self.pictures: dict[str, set[bytes]] = {"short": set(), "long": set()}
-        self.seen = {"short": kv._arena.events.number, "long": kv._arena.events.number}
+        self.seen = {"short": kv.arena.events.number, "long": kv.arena.events.number}
         return backend, kv
 
     def read(self, who: str) -> None:
@@ -60,7 +60,7 @@ class EventMachine(PinMachine):
                 picture.clear()
             elif event.kind == "stored":
                 assert not picture.intersection(event.names)
-                assert event.parent in picture or event.parent in {root_name(b"", space) for space in SPACES}
+                assert event.parent in picture or event.parent in {root_name(space) for space in SPACES}
                 picture.update(event.names)
             else:
                 assert picture.issuperset(event.names)
@@ -117,7 +117,7 @@ def test_who_is_gone_is_told_nothing() -> None:
 
 def test_what_a_window_takes_out_of_the_tree_is_told() -> None:
     backend, kv = paged(blocks=8, block_size=4)
-    listener = kv._arena.events.listen()
+    listener = kv.arena.events.listen()
     sequence = run_to_end(backend, kv, list(range(30)))
     assert kv.remove_range(sequence, 4, 12)  # there is no room for a copy: what follows leaves the tree
     kv.shift(sequence, 12, -8)

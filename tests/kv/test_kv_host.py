@@ -2,24 +2,153 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
+from numpy.typing import NDArray
 
+from cllm.backends.fake import FakeBackend
 from cllm.errors import BackendError
+from cllm.kv.ops import BlockBytes
 from cllm.kv.paged.upkeep import UpkeepSettings
 from cllm.kv.radix import COMMON_SPACE
 from cllm.kv.throughput import GUESS_BYTES
+from cllm.kv.tiers.host_tier import HostTier
 from disk_kit import FaultyFiles
 from thorough import sampled
-from tier_kit import BLOCK, Cache, HostCache, LateCopy
+from tier_kit import BLOCK, Cache
 from tier_machine import LONG, Tiers, prompt
 
 OTHER = prompt(1, 60, 0, 60)
+
+
+class LateCopy:
+    """A copy that is made when it has to be, or when the test says so, of what is there by then."""
+
+    seconds = 1e-6
+
+    def __init__(self, rows: LateRows, copy: Callable[[], None]) -> None:
+        self._rows = rows
+        self._copy: Callable[[], None] | None = copy
+
+    def make(self) -> None:
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            copy()
+
+    def drop(self) -> None:
+        self._copy = lambda: None
+
+    @property
+    def done(self) -> bool:
+        self._rows.call()
+        return self._copy is None
+
+
+class LateRows:
+    """The host's memory beside the fake backend, whose copies are as late as they may be: a block that is overwritten
+    before it was waited for spoils what was to be kept of it."""
+
+    def __init__(self, backend: FakeBackend, most_rows: int, at_once: int = 64) -> None:
+        self.most_rows = most_rows
+        self.rows = 0
+        self.calls = 0
+        self.fail_at = 0
+        self.waits_fail = False
+        self.under_way: list[LateCopy] = []
+        self._at_once = at_once
+        self._backend = backend
+        ops = backend.ops
+        assert isinstance(ops, BlockBytes)
+        self.row_bytes = ops.block_bytes
+        self._memory = np.full((most_rows, self.row_bytes), 255, np.uint8)
+
+    def call(self) -> None:
+        self.calls += 1
+        if self.calls == self.fail_at:
+            raise BackendError("no copies")
+
+    def want_more(self, count: int) -> None:
+        self.rows = min(self.rows + self._at_once, self.most_rows)
+
+    def copy_out(self, blocks: Sequence[int], rows: Sequence[int]) -> LateCopy:
+        blocks, rows = list(blocks), list(rows)
+        assert len(blocks) == len(rows) and all(0 <= row < self.rows for row in rows)
+
+        def copy() -> None:
+            for row, content in zip(rows, self._ops.read_blocks(blocks), strict=True):
+                self._memory[row] = content
+
+        return self._ask(copy)
+
+    def copy_in(self, rows: Sequence[int], blocks: Sequence[int], after: Sequence[LateCopy]) -> LateCopy:
+        blocks, rows = list(blocks), list(rows)
+
+        def copy() -> None:
+            for each in after:
+                each.make()
+            for row, content in zip(rows, self._ops.landing(blocks), strict=True):
+                content[:] = self._memory[row]
+
+        return self._ask(copy)
+
+    def _ask(self, copy: Callable[[], None]) -> LateCopy:
+        self.call()
+        self.under_way.append(LateCopy(self, copy))
+        return self.under_way[-1]
+
+    def wait_for(self, copying: LateCopy) -> None:
+        if self.waits_fail:
+            self.call()
+        copying.make()
+
+    def row(self, number: int) -> NDArray[np.uint8]:
+        return self._memory[number]
+
+    @property
+    def _ops(self) -> BlockBytes:
+        ops = self._backend.ops
+        assert isinstance(ops, BlockBytes)
+        return ops
+
+    def work(self, count: int | None = None, *, newest: bool = False) -> None:
+        """Copies of the two directions overtake each other."""
+        for _ in range(len(self.under_way) if count is None else min(count, len(self.under_way))):
+            self.under_way.pop(-1 if newest else 0).make()
+
+    def drop(self) -> None:
+        """The backend's memory is renewed."""
+        for each in self.under_way:
+            each.drop()
+        self.under_way = []
+
+
+class HostCache(Cache):
+    """With the host's memory between arena and disk, or without a disk."""
+
+    def __init__(self, directory: Path, *, host_rows: int = 12, rows_at_once: int = 64, **options: Any) -> None:
+        super().__init__(directory, **options)
+        self.rows = LateRows(self.backend, host_rows, rows_at_once)
+        self.host = HostTier(self.rows, block_tokens=BLOCK, least_tokens=2 * BLOCK)
+        self.kv.use_host(self.host)
+
+    def work(self) -> None:
+        super().work()
+        self.rows.work()
+
+    def settle(self) -> None:
+        for _ in range(6):  # what is written is copied before
+            super().settle()
+
+    def forget(self) -> None:
+        self.rows.drop()
+        super().forget()
 
 
 class HostTiers(Tiers):
@@ -69,7 +198,7 @@ class HostTiers(Tiers):
 class HostWithoutDisk(HostTiers):
     def make_cache(self) -> Cache:
         cache = HostCache(self.directory, files=self.files, rows_at_once=3)
-        cache.kv._disk = cache.kv._offloader = None
+        cache.kv.tiers.disk = None
         return cache
 
 
@@ -83,7 +212,7 @@ TestHostTiers.settings = TestHostWithoutDisk.settings = settings(
 @pytest.fixture
 def cache(tmp_path: Path) -> HostCache:
     made = HostCache(tmp_path)
-    made.kv._disk = made.kv._offloader = None
+    made.kv.tiers.disk = None
     return made
 
 
@@ -139,7 +268,7 @@ def test_what_went_on_from_a_common_prefix_comes_back_behind_it(cache: HostCache
 
 def test_the_limit_is_hard_and_beginnings_stay_longest(tmp_path: Path) -> None:
     cache = HostCache(tmp_path, host_rows=6)
-    cache.kv._disk = cache.kv._offloader = None
+    cache.kv.tiers.disk = None
     cache.run(LONG)
     cache.lose(24)
     cache.settle()
@@ -340,7 +469,7 @@ def test_what_was_offered_is_written_at_the_end(tmp_path: Path) -> None:
     cache.rows.copy_out = copy_out  # type: ignore[method-assign]
     cache.kv.drain(60.0)
     cache.store.work()
-    assert copies and cache.store.stats().blocks == 10 and len(cache.kv._offloader or ()) == 0
+    assert copies and cache.store.stats().blocks == 10 and len(cache.kv.offload.to_disk) == 0
 
 
 def test_a_load_that_cannot_begin_leaves_the_disk_to_be_asked(tmp_path: Path) -> None:
@@ -352,10 +481,10 @@ def test_a_load_that_cannot_begin_leaves_the_disk_to_be_asked(tmp_path: Path) ->
     cache.lose(40)
     cache.rows.work()
     cache.kv.maintain(0.0)
-    host, tier = cache.kv._host, cache.kv._disk
-    cache.kv._host = cache.kv._disk = None
+    host, tier = cache.kv.tiers.host, cache.kv.tiers.disk
+    cache.kv.tiers.host = cache.kv.tiers.disk = None
     cache.run([*whole[:20], *range(500, 520)])
-    cache.kv._host, cache.kv._disk = host, tier
+    cache.kv.tiers.host, cache.kv.tiers.disk = host, tier
     cache.rows.fail_at = cache.rows.calls + 1
     assert cache.run(whole) == 56
     cache.assert_sound()
@@ -404,7 +533,7 @@ def test_offers_wait_until_there_are_rows_for_them(tmp_path: Path) -> None:
 def test_blocks_are_moved_again_as_soon_as_they_are_copied(cache: HostCache) -> None:
     cache.run(LONG)
     cache.lose(24)
-    assert cache.kv._arena.pinned == 10
+    assert cache.kv.arena.pinned == 10
     cache.rows.work()
     cache.kv.maintain(0.0)
-    assert cache.kv._arena.pinned == 0
+    assert cache.kv.arena.pinned == 0

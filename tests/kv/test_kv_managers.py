@@ -58,16 +58,16 @@ class OnDemandMachine(SlotMachine):
         self.now += 20.0
         self.kv.maintain(0.0)
         assert (due := self.kv.upkeep_at()) is None or due > self.now
-        slots = len(self.kv._slots)
+        slots = len(self.kv.places.slots)
         if not self.live:
-            taken = slots * SLOT_BYTES + self.kv._store.bytes
+            taken = slots * SLOT_BYTES + self.kv.places.store.bytes
             assert slots == 1 or taken <= IDLE_BYTES
         else:
             assert slots <= max(2, 4 * len(self.live))
 
     @invariant()
     def slots_are_those_of_the_backend(self) -> None:
-        assert len(self.kv._slots) == len(self.backend.memory._cells) <= 4
+        assert len(self.kv.places.slots) == len(self.backend.memory._cells) <= 4
 
 
 class TinyStoreMachine(ManagerMachine):
@@ -274,7 +274,7 @@ def test_slots_are_taken_when_they_are_needed_and_what_runs_goes_on() -> None:
     running = []
     for number, there in enumerate((1, 2, 4, 4, 8, 8, 8, 8)):
         running.append(run_to_end(backend, kv, [number] * (5 + number)))
-        assert len(kv._slots) == there
+        assert len(kv.places.slots) == there
         for sequence in running:
             assert held_tokens(backend, sequence) == sequence.tokens.tolist()
     kv.check()
@@ -287,7 +287,7 @@ def test_a_burst_is_one_change() -> None:
     run_to_end(backend, kv, [1] * 5)
     kv.demand = 7
     run_to_end(backend, kv, [2] * 5)
-    assert len(kv._slots) == 8
+    assert len(kv.places.slots) == 8
     assert kv.details()["rebuilds"] == 1
 
 
@@ -295,7 +295,7 @@ def test_slots_grow_at_once_where_there_would_be_no_room_to_move_more() -> None:
     backend, kv = on_demand(count=8, movable=3)
     for number, there in enumerate((1, 2, 8)):
         run_to_end(backend, kv, [number] * 64)
-        assert len(kv._slots) == there
+        assert len(kv.places.slots) == there
 
 
 def test_a_steady_load_does_not_change_the_slots() -> None:
@@ -322,11 +322,11 @@ def test_a_quiet_time_leaves_what_is_needed() -> None:
     assert kv.upkeep_at() == 10.0
     now = 9.9
     kv.maintain(0.0)
-    assert len(kv._slots) == 8
+    assert len(kv.places.slots) == 8
     for moment, there in ((10.0, 4), (20.0, 2)):  # two ran in the beginning of the first time, then one
         now = moment
         kv.maintain(0.0)
-        assert len(kv._slots) == there
+        assert len(kv.places.slots) == there
     assert held_tokens(backend, running[0]) == [0] * 20
     assert [kv.peek(array("i", [number] * 21).tobytes()) for number in range(8)] == [20] * 8
     assert kv.upkeep_at() is None
@@ -334,8 +334,8 @@ def test_a_quiet_time_leaves_what_is_needed() -> None:
     now = 30.0
     kv.maintain(0.0)
     kept = [number for number in range(8) if kv.peek(array("i", [number] * 21).tobytes())]
-    assert len(kv._slots) * SLOT_BYTES + kv._store.bytes <= IDLE_BYTES
-    assert kept == [0, 3, 4, 5, 6, 7] and len(kv._slots) == 1
+    assert len(kv.places.slots) * SLOT_BYTES + kv.places.store.bytes <= IDLE_BYTES
+    assert kept == [0, 3, 4, 5, 6, 7] and len(kv.places.slots) == 1
     kv.check()
     assert kv.upkeep_at() is None
 
@@ -347,17 +347,17 @@ def test_slots_that_hold_something_stay_within_the_idle_size() -> None:
         kv.release(sequence)
     now = 10.0
     kv.maintain(0.0)
-    assert len(kv._slots) == 4
+    assert len(kv.places.slots) == 4
     # Whoever comes next finds them, and it takes a new quiet time to let go of them.
     now = 50.0
     run_to_end(backend, kv, [7] * 21)
     kv.maintain(0.0)
-    assert len(kv._slots) == 4 and kv.upkeep_at() == 60.0
+    assert len(kv.places.slots) == 4 and kv.upkeep_at() == 60.0
 
 
 def unresizable(kv: SlotKVManager, sizes: set[int]) -> None:
     """There is no memory for so many slots."""
-    ops: Any = kv._ops
+    ops: Any = kv.places.ops
     resize = ops.resize
 
     def fail(slots: int) -> None:
@@ -380,7 +380,7 @@ def test_without_memory_for_more_the_old_slots_are_taken_again() -> None:
         assert held_tokens(backend, running) == [1] * 9
     kv.check()
     moved = kv.usage().moved_bytes
-    del kv._ops.resize
+    del kv.places.ops.resize
     assert kv.admit(late) is None  # not at once
     assert kv.usage().moved_bytes == moved
     now = 31.0
@@ -393,7 +393,7 @@ def test_where_the_machine_has_no_room_for_more_slots_nothing_is_touched(caplog:
     now = 0.0
     backend, kv = on_demand(clock=lambda: now)
     running = run_to_end(backend, kv, [1] * 9)
-    ops: Any = kv._ops
+    ops: Any = kv.places.ops
     ops.no_room = lambda slots: f"{slots} slots are too many"
     unresizable(kv, {1, 2, 4})
     before, usage = state_of(kv)[1:], kv.usage()
@@ -429,7 +429,7 @@ def test_what_runs_and_cannot_be_saved_stays_where_it_is(error: Exception) -> No
     running = run_to_end(backend, kv, [1] * 9)
     failing(backend, "save", error)
     assert kv.admit(KVSequence([2] * 5)) is None
-    assert len(kv._slots) == 1
+    assert len(kv.places.slots) == 1
     assert held_tokens(backend, running) == [1] * 9
     kv.check()
 
@@ -440,7 +440,7 @@ def test_what_runs_and_cannot_be_loaded_is_computed_again(error: Exception) -> N
     running = run_to_end(backend, kv, [1] * 9)
     failing(backend, "load", error)
     assert kv.admit(KVSequence([2] * 5)) == 0
-    assert len(kv._slots) == 2
+    assert len(kv.places.slots) == 2
     assert running.num_computed == 0 and running.admitted
     kv.check()
     compute(backend, kv, running, 9)
@@ -454,9 +454,9 @@ def test_a_twin_without_a_slot_waits_for_the_step_to_end() -> None:
     parent = run_to_end(backend, kv, [1, 2, 3])
     twin = KVSequence(parent.tokens)
     assert not kv.fork(parent, twin)
-    assert len(kv._slots) == 1
+    assert len(kv.places.slots) == 1
     assert kv.admit(twin) == 2
-    assert len(kv._slots) == 2
+    assert len(kv.places.slots) == 2
 
 
 def test_a_picture_of_the_slots() -> None:
@@ -529,7 +529,7 @@ def saved_one() -> tuple[FakeBackend, SlotKVManager]:
     backend, kv = slots(count=1, store_tokens=400)
     kv.release(run_to_end(backend, kv, [1] * 30))
     kv.release(run_to_end(backend, kv, [2] * 30))
-    assert len(kv._store) == 1
+    assert len(kv.places.store) == 1
     return backend, kv
 
 
@@ -582,7 +582,7 @@ def test_what_is_saved_survives_a_reset_only_if_its_account_is_sound() -> None:
     kv.reset()
     assert not running.admitted and running.num_computed == 0
     assert kv.peek(array("i", [1] * 31).tobytes()) == 30
-    kv._store.bytes += 1
+    kv.places.store.bytes += 1
     kv.reset()
     assert kv.peek(array("i", [1] * 31).tobytes()) == 0
     kv.check()
@@ -599,6 +599,6 @@ def test_a_check_of_a_million_blocks_comes_in_small_slices() -> None:
     slices = list(kv.check_in_slices())
     assert max(slices) < 2 * CHECK_SLICE
     assert sum(slices) > 1_000_000 + 350_000
-    kv._pool.free_map[999_999] = 0
+    kv.arena.pool.free_map[999_999] = 0
     with pytest.raises(AssertionError, match=r"blocks \[999999\]"):
         list(kv.check_in_slices())

@@ -12,13 +12,43 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from cllm.errors import BackendError
+from cllm.kv.ops import SlotGeometry, SlotOps
 from cllm.kv.paged.upkeep import UpkeepSettings
 from cllm.kv.radix import COMMON_SPACE
+from cllm.kv.sizing import most_bytes
+from cllm.kv.slots.manager import SlotKVManager
 from cllm.kv.throughput import GUESS_BYTES
 from disk_kit import FaultyFiles
 from thorough import sampled
-from tier_kit import BLOCK, Cache, SlotCache
+from tier_kit import BLOCK, Cache
 from tier_machine import LONG, Tiers, prompt
+
+
+class SlotCache(Cache):
+    """A cache with slots."""
+
+    kv: SlotKVManager  # type: ignore[assignment]
+
+    def make_kv(self, slots: int = 3, store_tokens: int = 200, **options: Any) -> Any:
+        geometry = SlotGeometry(slots, 64)
+        self.backend.allocate(geometry)
+        ops = self.backend.ops
+        assert isinstance(ops, SlotOps)
+        size = most_bytes(store_tokens, 8)
+        return SlotKVManager(ops, geometry, bytes_per_token=8, store_bytes=size, clock=self.clock, **options)
+
+    def assert_sound(self) -> None:
+        super().assert_sound()
+        coming = sum(buffer.nbytes for load in self.kv.loads.queue for buffer in load.buffers)
+        assert self.kv.places.coming_bytes == coming
+        assert self.kv.places.store.bytes + coming <= self.kv.places.store_bytes
+
+    def lose(self, units: int) -> None:
+        """Held sequences go to the store, and some of those, or all, go from there."""
+        for slot, entry in enumerate(self.kv.places.slots):
+            if entry is not None and entry.owner is None:
+                self.kv.room.vacate(slot)
+        self.kv.room.make_room(0, max(0, self.kv.places.store.bytes - 40 * units))
 
 
 class SlotTiers(Tiers):
@@ -71,7 +101,7 @@ def test_what_is_common_is_written_once_and_each_finds_its_own_after_it(cache: C
     later = again(cache, tmp_path)
     assert later.store.stats().blocks == 10 + 2 * 4
     assert later.run(longer, b"one") == 0, "what is common is found by others when it is in memory"
-    later.kv._evict(24)
+    later.kv.room.evict(24)
     assert later.run(LONG[:40], COMMON_SPACE) == 36
     assert later.run(longer, b"three") == 40
     assert later.run(longer, b"two") == 56
@@ -80,7 +110,7 @@ def test_what_is_common_is_written_once_and_each_finds_its_own_after_it(cache: C
 def test_what_was_evicted_comes_back(cache: Cache) -> None:
     cache.run(LONG)
     cache.settle()
-    cache.kv._evict(24)
+    cache.kv.room.evict(24)
     assert cache.kv.peek(cache.ask(LONG).tokens.tobytes()) == 0
     cache.waiting.clear()
     assert cache.run(LONG) == 40
@@ -88,7 +118,7 @@ def test_what_was_evicted_comes_back(cache: Cache) -> None:
 
 def test_offers_are_saved_from_eviction(cache: Cache) -> None:
     cache.run(LONG)
-    cache.kv._evict(24)  # before anything was written
+    cache.kv.room.evict(24)  # before anything was written
     cache.store.work()
     assert cache.run(LONG) == 40
 
@@ -105,14 +135,14 @@ def test_what_runs_for_long_is_written_before_it_ends(cache: Cache, tmp_path: Pa
     assert cache.store.stats().blocks == 10
     cache.finish(sequence)
     cache.settle()
-    assert cache.store.stats().written_bytes < 2 * 4096 + 10 * cache.tier.block_bytes + 4096, "it was written once"
+    assert cache.store.writer.speed.total < 2 * 4096 + 10 * cache.tier.block_bytes + 4096, "it was written once"
 
 
 def test_one_off_prompts_do_not_wear_the_disk(cache: Cache) -> None:
     short = LONG[: 2 * BLOCK + 1]
     cache.run(short)
     cache.settle()
-    assert cache.store.stats().written_bytes == 0
+    assert cache.store.writer.speed.total == 0
     cache.run(short)
     cache.settle()
     assert cache.store.stats().blocks == 2, "it was used again"
@@ -123,7 +153,7 @@ def test_nothing_is_written_that_is_computed_sooner(cache: Cache) -> None:
     cache.store.reader.speed.add(GUESS_BYTES, 1.0)
     cache.run(LONG)
     cache.settle()
-    assert cache.store.stats().written_bytes == 0
+    assert cache.store.writer.speed.total == 0
 
 
 def test_a_disk_that_was_never_measured_is_tried(cache: Cache, tmp_path: Path) -> None:
@@ -207,7 +237,7 @@ def test_blocks_that_are_read_are_not_moved(cache: Cache, tmp_path: Path) -> Non
     bystander, sequence = later.ask([1, 2, 3]), later.ask(LONG)
     later.admit()
     assert later.running == [bystander] and later.kv.loading == 1
-    (load,) = later.kv._loads
+    (load,) = later.kv.loads.queue
     assert load.holder is not None
     before = list(load.holder.blocks)
     for _ in range(5):
@@ -270,7 +300,7 @@ def test_what_came_is_taken_in_though_memory_is_given_to_others(
     later.admit()
     assert later.kv.loading == 1
     later.store.work()
-    monkeypatch.setattr(later.kv, "_resizer", Busy())
+    monkeypatch.setattr(later.kv, "resizer", Busy())
     assert later.kv.maintain(0.0) and later.kv.loading == 0
 
 
@@ -281,7 +311,7 @@ def test_memory_in_doubt_is_not_passed_over_while_blocks_are_kept(
         raise BackendError("the device is gone", fatal=True)
 
     cache.run(LONG)
-    monkeypatch.setattr(cache.kv._arena.ops, "read_blocks", fail)
+    monkeypatch.setattr(cache.kv.arena.ops, "read_blocks", fail)
     with pytest.raises(BackendError, match="the device is gone"):
         cache.settle()
 
@@ -314,17 +344,17 @@ def test_a_server_that_ends_saves_what_is_in_slots(slots: SlotCache, tmp_path: P
 def test_what_a_slot_is_saved_for_is_saved_once(slots: SlotCache) -> None:
     slots.run(LONG)
     slots.settle()
-    written = slots.store.stats().written_bytes
+    written = slots.store.writer.speed.total
     assert written > 0
     slots.run(LONG[:20])
     slots.settle()
-    assert slots.store.stats().written_bytes == written, "a prefix of it is nothing new"
+    assert slots.store.writer.speed.total == written, "a prefix of it is nothing new"
 
 
 def test_what_leaves_the_store_goes_to_disk(slots: SlotCache, tmp_path: Path) -> None:
     slots.run(LONG)
     slots.lose(200)  # before it was quiet
-    assert len(slots.kv._store) == 0 and slots.kv.usage().evictable == 0
+    assert len(slots.kv.places.store) == 0 and slots.kv.usage().evictable == 0
     slots.store.work()
     assert slots.run(LONG) == 40
     slots.assert_sound()
@@ -364,7 +394,7 @@ def test_what_has_stood_goes_to_disk_though_others_run(slots: SlotCache, tmp_pat
 def test_what_takes_long_to_save_waits_until_it_is_quiet(slots: SlotCache) -> None:
     slots.run(LONG)
     for _ in range(100):
-        slots.kv._slot_speed.add(1, 1.0)
+        slots.kv.offload._slot_speed.add(1, 1.0)
     slots.ask(prompt(1, 30, 1, 50))
     slots.admit()
     slots.clock.now += 100.0
@@ -372,7 +402,7 @@ def test_what_takes_long_to_save_waits_until_it_is_quiet(slots: SlotCache) -> No
     assert slots.store.writer.queued_bytes == 0
     slots.finish(slots.running[0])
     slots.settle()
-    assert slots.store.stats().written_bytes > 0
+    assert slots.store.writer.speed.total > 0
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])

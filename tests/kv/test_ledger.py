@@ -83,7 +83,7 @@ class LimitedMachine(UpkeepMachine):
     @invariant()
     def the_budget_holds(self) -> None:
         self.ledger.check()
-        arena = self.paged._arena
+        arena = self.paged.arena
         assert arena.pool.total * arena.block_bytes <= self.account.kv
         assert min(arena.taken_bytes, self.blocks * arena.block_bytes) <= self.account.kv
         memory: Any = self.backend.memory
@@ -110,7 +110,7 @@ class TwoModels(RuleBasedStateMachine):
             self.live.append((which, sequence))
         else:
             assert kv.awaits_memory or kv.usage().sequences_running
-            kv.awaits_memory = False
+            kv.nobody_waits()
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), token=st.integers(0, 1))
@@ -157,7 +157,7 @@ class TwoModels(RuleBasedStateMachine):
         self.ledger.check()
         for _, kv in self.models:
             kv.check()
-            arena, account = kv._arena, kv._resizer._account  # type: ignore[union-attr]
+            arena, account = kv.arena, kv.resizer._account  # type: ignore[union-attr]
             assert max(arena.pool.extents.open * arena.extent_bytes, arena.taken_bytes) <= account.kv
 
 
@@ -341,7 +341,7 @@ def test_who_waited_and_left_keeps_nobody_from_memory() -> None:
     assert b[1].admit(KVSequence(list(range(40)))) is None and b[1].awaits_memory
     waiting = next(account for account in ledger._accounts if account.name == "b")
     assert waiting.is_entitled
-    b[1].awaits_memory = False  # as the engine says once nobody is in its queue
+    b[1].nobody_waits()  # as the engine says once nobody is in its queue
     settle(b[1])
     assert not waiting.is_entitled
     a[1].release(running)

@@ -53,7 +53,7 @@ class LimitedTiers(Tiers):
     def the_budget_holds(self) -> None:
         if hasattr(self, "cache"):
             self.ledger.check()
-            arena = self.cache.kv._arena
+            arena = self.cache.kv.arena
             assert max(arena.pool.extents.open * arena.extent_bytes, arena.taken_bytes) <= self.account.kv
 
 
@@ -134,14 +134,14 @@ def test_pins_give_way_to_what_another_model_has_a_right_to(tmp_path: Path, ledg
     cache = limited(tmp_path, ours, pin_limit=1.0)
     for number in range(4):
         pin(cache, [number, *range(1, 5 * BLOCK)])
-    assert len(cache.kv._pins) == 4
+    assert len(cache.kv.pins.all) == 4
     for _ in range(2):
         other.ask(3 * EXTENT, NEVER)
         while cache.kv.maintain(0.0):
             pass
     other.ask(3 * EXTENT, NEVER)
     assert other.kv == 3 * EXTENT
-    assert len(cache.kv._pins) == 2, "and only as many as need be"
+    assert len(cache.kv.pins.all) == 2, "and only as many as need be"
     cache.assert_sound()
 
 
@@ -155,4 +155,4 @@ def test_ones_own_pins_give_way_to_a_request_that_others_will_not_make_room_for(
         pin(cache, [number, *range(1, 5 * BLOCK)])
     asks = KVSequence(list(range(50, 50 + 12 * BLOCK)))
     assert cache.kv.admit(asks) == 0
-    assert len(cache.kv._pins) == 0 and other.kv == 3 * EXTENT
+    assert len(cache.kv.pins.all) == 0 and other.kv == 3 * EXTENT

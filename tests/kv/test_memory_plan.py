@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from cllm.errors import ConfigError
-from cllm.kv.memory import MIB, bytes_per_token, plan_blocks, plan_slots
+from cllm.kv.sizing import MIB, plan_blocks, plan_slots
+from cllm.models.spec import AttentionSpec, LayerSpec, ModelSpec
 
-SMOLLM2 = {"n_layers": 30, "n_kv_heads": 3, "head_dim_k": 64, "head_dim_v": 64}
+
+def bytes_per_token(type_k: str, type_v: str, *layers: AttentionSpec) -> int:
+    return ModelSpec("llama", 1, 1, 1, tuple(map(LayerSpec, layers))).kv_bytes_per_token(type_k, type_v)
 
 
 @pytest.mark.parametrize(
@@ -15,17 +18,22 @@ SMOLLM2 = {"n_layers": 30, "n_kv_heads": 3, "head_dim_k": 64, "head_dim_v": 64}
     [("f16", "f16", 23_040), ("q8_0", "q8_0", 12_240), ("q4_0", "q4_0", 6_480), ("q8_0", "q4_0", 9_360)],
 )
 def test_bytes_per_token_counts_scales(type_k: str, type_v: str, expected: int) -> None:
-    assert bytes_per_token(**SMOLLM2, type_k=type_k, type_v=type_v) == expected
+    assert bytes_per_token(type_k, type_v, *[AttentionSpec(9, 3, 64, 64)] * 30) == expected
 
 
 def test_bytes_per_token_counts_kv_heads_not_query_heads() -> None:
-    qwen3_8b = bytes_per_token(n_layers=36, n_kv_heads=8, head_dim_k=128, head_dim_v=128, type_k="f16", type_v="f16")
-    assert qwen3_8b == 144 * 1024
+    qwen3_8b = [AttentionSpec(32, 8, 128, 128)] * 36
+    assert bytes_per_token("f16", "f16", *qwen3_8b) == 144 * 1024
+
+
+def test_bytes_per_token_are_those_of_every_layer() -> None:
+    wide, narrow = AttentionSpec(8, 8, 64, 32), AttentionSpec(8, 1, 256, 256)
+    assert bytes_per_token("f16", "f16", wide, narrow, narrow) == 2 * (8 * (64 + 32) + 2 * (256 + 256))
 
 
 def test_a_head_that_a_type_does_not_divide_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"q4_0.*80.*f16"):
-        bytes_per_token(n_layers=1, n_kv_heads=1, head_dim_k=80, head_dim_v=64, type_k="q4_0", type_v="f16")
+        bytes_per_token("q4_0", "f16", AttentionSpec(1, 1, 80, 64))
 
 
 def slots(budget_mib: float, *, context: int = 2048, running: int = 8, asked: bool = True, on_demand: bool = False):  # type: ignore[no-untyped-def]

@@ -9,10 +9,10 @@ from hypothesis import settings
 
 from cllm.backends.fake import FakeBackend
 from cllm.kv.manager import KVManager
-from cllm.kv.memory import most_bytes
 from cllm.kv.pins import PinMark
 from cllm.kv.radix import COMMON_SPACE
 from cllm.kv.sequence import KVSequence
+from cllm.kv.sizing import most_bytes
 from cllm.kv.slots.manager import SlotKVManager
 from kv_kit import BYTES_PER_TOKEN, compute, on_demand, paged, run_to_end, slots
 from pin_kit import PinMachine, SlotPinMachine, pinned
@@ -141,8 +141,8 @@ def test_slots_can_still_be_taken_when_pins_are_in_the_way() -> None:
     kv.demand = 2
     other = run_to_end(backend, kv, list(range(200, 260)))
     kv.check()
-    assert most_bytes(60, BYTES_PER_TOKEN) * 2 > kv._store_bytes * 0.9
-    assert len(kv._slots) == 2
+    assert most_bytes(60, BYTES_PER_TOKEN) * 2 > kv.places.store_bytes * 0.9
+    assert len(kv.places.slots) == 2
     for sequence in (running, other):
         kv.release(sequence)
 

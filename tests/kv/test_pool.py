@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cllm.kv.paged.compaction import Plan, in_calls, plan_fill, plan_lift, plan_slide
+from cllm.kv.paged.compaction import MovePlan, in_calls, plan_fill, plan_lift, plan_slide
 from cllm.kv.paged.extents import FRESH, GENERATION, PROMPT, READY, extent_blocks
 from cllm.kv.paged.fragmentation import contiguity, extents_needed, measure
 from cllm.kv.paged.free_runs import FreeRuns
@@ -66,7 +66,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.release(dropped)
 
     @rule(plan=st.sampled_from([plan_fill, plan_slide, plan_lift]), most=st.integers(1, TOTAL))
-    def move(self, plan: Plan, most: int) -> None:
+    def move(self, plan: MovePlan, most: int) -> None:
         for call in in_calls(plan(self.pool.free_map, most)):
             self.pool.move(call)
             places = {source + i: target + i for source, target, count in call for i in range(count)}

@@ -22,10 +22,10 @@ SIZE = 2
 def names_in(kv: SlotKVManager) -> set[bytes]:
     """From the tokens that the index spells, made anew."""
     names: set[bytes] = set()
-    for entry, _ in kv._index.examine():
+    for entry, _ in kv.places.index.examine():
         if entry is not None:
             spelled = b"".join(bytes(node.key) for node in reversed(list(entry.path())))
-            names.update(chain(root_name(b"", entry.space), spelled, SIZE))
+            names.update(chain(root_name(entry.space), spelled, SIZE))
     return names
 
 
@@ -35,7 +35,7 @@ def follow(listener: Listener, picture: set[bytes]) -> None:
             picture.clear()
         elif event.kind == "stored":
             assert not picture.intersection(event.names)
-            assert event.parent in picture or event.parent in {root_name(b"", space) for space in SPACES}
+            assert event.parent in picture or event.parent in {root_name(space) for space in SPACES}
             picture.update(event.names)
         else:
             assert event.kind == "removed" and picture.issuperset(event.names)
@@ -51,7 +51,7 @@ class SlotEventMachine(SlotPinMachine):
 
     def build(self) -> tuple[FakeBackend, KVManager]:
         backend, kv = self.make()
-        self.listener, self.picture = kv._events.listen(100_000), set[bytes]()
+        self.listener, self.picture = kv.places.events.listen(100_000), set[bytes]()
         return backend, kv
 
     @rule(length=st.integers(1, 30))
@@ -65,7 +65,7 @@ class SlotEventMachine(SlotPinMachine):
         assert isinstance(self.kv, SlotKVManager)
         follow(self.listener, self.picture)
         number, names = self.kv.held_names()
-        assert self.picture == names == names_in(self.kv) and number == self.kv._events.number
+        assert self.picture == names == names_in(self.kv) and number == self.kv.places.events.number
         usage = self.kv.usage()
         assert usage.blocks_stored - usage.blocks_removed == len(names)
 
@@ -95,7 +95,7 @@ def test_slots_and_blocks_have_the_same_names(tokens: int) -> None:
 
 def test_what_several_hold_is_told_once() -> None:
     backend, kv = slots(block_tokens=4)
-    listener = kv._events.listen()
+    listener = kv.places.events.listen()
     first, second = (run_to_end(backend, kv, [*range(8), last, 0, 0, 0]) for last in (8, 9))
     assert [(event.kind, len(event.names)) for event in listener.take()] == [("stored", 3), ("stored", 1)]
     kv.release(first, keep=False)

@@ -21,7 +21,7 @@ from cllm.kv.manager import KVManager
 from cllm.kv.paged.block_table import allocation_of
 from cllm.kv.radix import COMMON_SPACE, RadixTree
 from cllm.kv.sequence import KVSequence
-from cllm.kv.slots import memory as slot_memory
+from cllm.kv.slots import room as slot_room
 from cllm.kv.slots.index import entry_of
 from cllm.kv.window import Window
 from engine_kit import LAYOUTS, answer, make_request, make_scheduler, reference, run, step
@@ -177,7 +177,7 @@ class AloneInSlotsMachine(AsIfAloneMachine):
 
     def __init__(self) -> None:
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(slot_memory, "SAVE_TAIL_TOKENS", 1)
+        self.patch.setattr(slot_room, "SAVE_TAIL_TOKENS", 1)
         super().__init__()
 
     def build(self) -> tuple[FakeBackend, KVManager]:

@@ -11,7 +11,7 @@ import pytest
 from cllm.config import Config, load_config
 from cllm.engine.params import SamplingParams
 from cllm.errors import ConfigError, InvalidRequestError
-from cllm.kv.memory import MIB, most_bytes, plan_slots, slot_tokens_within
+from cllm.kv.sizing import MIB, most_bytes, plan_slots, slot_tokens_within
 from cllm.llm import AsyncLLM
 from cllm.loading.context import context_within
 from cllm.served import ServedModels
@@ -38,11 +38,11 @@ def configured(model: Path) -> Callable[..., Config]:
 async def refusal(config: Config) -> tuple[int, int, str]:
     """The context, the K/V memory, and what a prompt that is too long is told."""
     async with AsyncLLM(config) as llm:
-        context = llm.max_context
+        context = llm.text.max_context
         with pytest.raises(InvalidRequestError) as caught:
             llm.submit([1] * context, SamplingParams(max_tokens=1))
         assert caught.value.code == "context_length_exceeded"
-        return context, llm.kv()["bytes"]["total"], str(caught.value)
+        return context, llm.executor.kv()["bytes"]["total"], str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ async def test_a_long_context_takes_no_more_memory_than_a_short_one(configured: 
     assert (await refusal(long))[1] == (await refusal(short))[1]
     for config in (long, short):
         async with AsyncLLM(config) as llm:
-            upkeep = llm._loaded.scheduler.kv._upkeep.settings  # type: ignore[attr-defined]
+            upkeep = llm.executor.parts.scheduler.kv.upkeep.settings  # type: ignore[attr-defined]
             assert (upkeep.idle_bytes, upkeep.ahead_bytes) == (16 * MIB, 4 * MIB), "a quarter, whatever the context"
 
 
@@ -109,10 +109,10 @@ async def test_several_models_reserve_no_long_context_that_nobody_asked_for(mode
     try:
         await served.start()
         llm = await served.acquire(served.models[0])
-        assert llm.max_context == served.models[0].estimate.context
+        assert llm.text.max_context == served.models[0].estimate.context
         with pytest.raises(InvalidRequestError, match=r"raise resources\.max_memory_mb"):
-            llm.submit([1] * llm.max_context, SamplingParams(max_tokens=1))
-        async with llm.submit([1] * (llm.max_context - 2), SamplingParams(max_tokens=2)) as answer:
+            llm.submit([1] * llm.text.max_context, SamplingParams(max_tokens=1))
+        async with llm.submit([1] * (llm.text.max_context - 2), SamplingParams(max_tokens=2)) as answer:
             async for _ in answer:
                 pass
     finally:

@@ -14,8 +14,10 @@ import pytest
 from cllm import LLM, AsyncLLM, SamplingParams
 from cllm.backends.base import Chunk, Pooling, PromptScores, Scoring
 from cllm.config import load_config
+from cllm.engine.submission import Submission
 from cllm.errors import InvalidRequestError, OverloadedError, StepAbortedError
 from cllm.kv.ops import BlockGeometry, SlotGeometry
+from cllm.loading.embedder import EMBEDDING
 from cllm.tasks.embedding import EmbeddingJob
 from native_kit import build_model, write_model
 from step_of import rows_of, step_of
@@ -23,6 +25,10 @@ from step_of import rows_of, step_of
 SETTINGS: dict[str, Any] = {"kv.disk.enabled": False, "resources.kv_cache_max_memory_mb": 16, "backend.threads": 2}
 SCORED = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=4, ignore_eos=True)
 TEXTS = [f"text number {number} " + "of some length " * (number % 7) for number in range(24)]
+
+
+def asked(texts: Sequence[Sequence[int]]) -> list[Submission]:
+    return [Submission(text, EMBEDDING, embeds=True) for text in texts]
 
 
 def file(folder: Path, pooling: int | None = None, **options: Any) -> str:
@@ -172,25 +178,25 @@ async def test_a_full_queue_is_waited_for_unless_it_is_others_who_fill_it() -> N
     ).config
     async with AsyncLLM(config) as llm:
         texts = [[number % 250 + 1, 7, 8] for number in range(100)]
-        vectors = await EmbeddingJob(llm, texts).compute()
+        vectors = await EmbeddingJob(llm, asked(texts)).compute()
         assert len(vectors) == 100
         held = [llm.submit([3] * 50, SamplingParams(max_tokens=3000, ignore_eos=True)) for _ in range(2)]
-        while llm.snapshot().running < 2:
+        while llm.executor.snapshot().running < 2:
             await asyncio.sleep(0.01)
         held += [llm.submit([3] * 50, SamplingParams(max_tokens=3000, ignore_eos=True)) for _ in range(2)]
         with pytest.raises(OverloadedError):
-            await EmbeddingJob(llm, texts).compute()
+            await EmbeddingJob(llm, asked(texts)).compute()
         for generation in held:
             await generation.aclose()
-        while llm.snapshot().waiting:
+        while llm.executor.snapshot().waiting:
             await asyncio.sleep(0.01)
-        work = asyncio.ensure_future(EmbeddingJob(llm, texts).compute())
+        work = asyncio.ensure_future(EmbeddingJob(llm, asked(texts)).compute())
         await asyncio.sleep(0)
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
-        while llm.snapshot().running or llm.snapshot().waiting:
+        while llm.executor.snapshot().running or llm.executor.snapshot().waiting:
             await asyncio.sleep(0.01)
-        assert [vector.tolist() for vector in await EmbeddingJob(llm, texts[:3]).compute()] == [
+        assert [vector.tolist() for vector in await EmbeddingJob(llm, asked(texts[:3])).compute()] == [
             vector.tolist() for vector in vectors[:3]
         ]
 

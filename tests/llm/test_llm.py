@@ -136,7 +136,7 @@ async def test_an_instruction_set_that_the_cpu_lacks_is_refused_by_name(monkeypa
 
 async def test_an_engine_that_gave_up_is_not_ready() -> None:
     async with AsyncLLM(fake_config()) as llm:
-        engine = llm._engine
+        engine = llm.executor.engine
         assert engine is not None and llm.ready
 
         def fail() -> None:
@@ -247,8 +247,8 @@ def test_beside_tools_a_structure_is_refused_by_its_own_name(llm: LLM) -> None:
 async def test_a_chat_without_tools_may_follow_any_grammar() -> None:
     async with AsyncLLM(fake_config()) as llm:
         params = SamplingParams(structured=Structure("gbnf", 'root ::= "yes"'), max_tokens=20)
-        turn = await prepare_chat(llm, [{"role": "user", "content": "hello"}], params)
-        (completion,) = await turn.submit().collect(turn.reader)
+        turn = await prepare_chat(llm.text, [{"role": "user", "content": "hello"}], params)
+        (completion,) = await llm.queue(turn.submission).collect(turn.readers[0])
         assert completion.text == "yes"
 
 
@@ -320,7 +320,7 @@ async def test_stop_strings_end_an_answer_and_its_work() -> None:
         assert "".join(delta.text for delta in deltas) == text[: text.index(stop)]
         assert deltas[-1].finish_reason == "stop" and deltas[-1].stop_reason == stop
         await _until_idle(llm)
-        assert llm.snapshot().generated_tokens < 400 + 60
+        assert llm.executor.snapshot().generated_tokens < 400 + 60
 
 
 async def test_closing_a_generation_cancels_it() -> None:
@@ -332,7 +332,7 @@ async def test_closing_a_generation_cancels_it() -> None:
             while True:
                 await anext(generation)
         await _until_idle(llm)
-        assert llm.snapshot().finished == {"cancelled": 1}
+        assert llm.executor.snapshot().finished == {"cancelled": 1}
 
 
 async def test_a_deadline_ends_a_generation() -> None:
@@ -375,7 +375,7 @@ async def test_the_same_id_cannot_run_twice() -> None:
 
 async def _until_idle(llm: AsyncLLM) -> None:
     async def idle() -> None:
-        while llm.snapshot().kv.referenced or llm.snapshot().running:
+        while llm.executor.snapshot().kv.referenced or llm.executor.snapshot().running:
             await asyncio.sleep(0.005)
 
     await asyncio.wait_for(idle(), 60)
@@ -413,7 +413,7 @@ def test_a_slot_that_loses_its_content_is_healed_on_the_real_model(real: LLM) ->
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     prompt = "List the planets of the solar system:"
     expected = real.generate(prompt, params)[0].text
-    engine = real._llm._engine
+    engine = real._llm.executor.engine
     assert engine is not None
     steps = iter(range(10_000))
     original = engine.backend.collect
@@ -438,7 +438,7 @@ def test_a_context_is_rebuilt_on_the_real_model(real: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     prompts = ["A recipe for soup:", "The history of Rome began"]
     expected = [real.generate(prompt, params)[0].text for prompt in prompts]
-    engine = real._llm._engine
+    engine = real._llm.executor.engine
     assert engine is not None
     steps = iter(range(10_000))
     original = engine.backend.collect

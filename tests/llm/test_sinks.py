@@ -12,10 +12,11 @@ from cllm import AsyncLLM, SamplingParams
 from cllm.config import load_config
 from cllm.engine.request import FinishReason, Output, Request
 from cllm.errors import BackendError, InvalidRequestError, RequestCancelledError, ShuttingDownError
+from cllm.loading.embedder import EMBEDDING
 from cllm.structured.structure import Structure
 from cllm.text.detokenizer import Detokenizer
 from engine_kit import assert_nothing_left
-from resume_kit import Outputs, said
+from resume_kit import Outputs, queued, said
 
 SAMPLED = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True, logprobs=1)
 ENDLESS = SamplingParams(seed=5, max_tokens=4000, ignore_eos=True)
@@ -28,7 +29,7 @@ def fake_config(**settings: Any) -> Any:
 
 async def assert_idle(llm: AsyncLLM) -> None:
     """Nothing is left of what was cancelled before."""
-    engine = llm._engine
+    engine = llm.executor.engine
     assert engine is not None
     await asyncio.wrap_future(engine.call(lambda: assert_nothing_left(engine)))
 
@@ -40,7 +41,7 @@ async def test_a_sink_gets_the_tokens_of_every_answer() -> None:
     params = SamplingParams(temperature=1.0, seed=5, n=3, max_tokens=12, ignore_eos=True, logprobs=1)
     async with AsyncLLM(fake_config()) as llm:
         completions = await llm.submit("the same", params).collect()
-        sink = llm.submit_to(Outputs, "the same", params, request_id="mine")
+        sink = queued(llm, "the same", params, request_id="mine")
         assert [request.id for request in llm.requests()] == ["mine"] and sink.request.id == "mine"
         await sink.all()
         for index, completion in enumerate(completions):
@@ -56,28 +57,28 @@ async def test_the_cache_has_no_more_sequences_than_it_may() -> None:
     params = SamplingParams(max_tokens=20, n=2, temperature=1.0, ignore_eos=True)
     async with AsyncLLM(fake_config(**settings)) as llm:
         seen = []
-        sinks = [llm.submit_to(Outputs, f"{number} is a prompt of its own", params) for number in range(10)]
+        sinks = [queued(llm, f"{number} is a prompt of its own", params) for number in range(10)]
         for sink in sinks:
             await sink.all()
-            kv = llm.snapshot().kv
+            kv = llm.executor.snapshot().kv
             seen.append((kv.sequences_running, kv.sequences_running + kv.sequences_held))
         await assert_idle(llm)
         assert max(running for running, _ in seen) > 0 and max(every for _, every in seen) == 4
-        assert llm.snapshot().kv.sequences_held == 4
+        assert llm.executor.snapshot().kv.sequences_held == 4
 
 
 async def test_a_sink_gets_an_embedding() -> None:
     async with AsyncLLM(fake_config()) as llm:
-        generation = llm.submit_embedding("a text")
+        generation = llm.submit("a text", EMBEDDING, embeds=True)
         await generation.collect()
-        read, end = await llm.submit_embedding_to(Outputs, "a text").all()
+        read, end = await queued(llm, "a text", EMBEDDING, embeds=True).all()
         assert isinstance(read.read, np.ndarray) and (read.read == generation.embedding).all()
         assert end.reason is FinishReason.LENGTH and llm.requests() == []
 
 
 async def test_one_answer_is_cancelled() -> None:
     async with AsyncLLM(fake_config(backend__fake__latency_ms=1.0)) as llm:
-        sink = llm.submit_to(Outputs, "two answers", SamplingParams(seed=1, n=2, max_tokens=4000, ignore_eos=True))
+        sink = queued(llm, "two answers", SamplingParams(seed=1, n=2, max_tokens=4000, ignore_eos=True))
         await sink.until(lambda: len(sink.outputs) > 4)
         llm.cancel(sink.request.id, 1, FinishReason.STOP)
         await sink.until(lambda: any(each.reason for each in sink.outputs))
@@ -92,7 +93,7 @@ async def test_one_answer_is_cancelled() -> None:
 
 async def test_a_cancelled_request_says_nothing_more() -> None:
     async with AsyncLLM(fake_config(backend__fake__latency_ms=1.0)) as llm:
-        sink = llm.submit_to(Outputs, "for ever", ENDLESS)
+        sink = queued(llm, "for ever", ENDLESS)
         await sink.until(lambda: len(sink.outputs) > 2)
         llm.cancel(sink.request.id)
         told = len(sink.outputs)
@@ -106,7 +107,7 @@ async def test_a_cancelled_request_says_nothing_more() -> None:
 
 async def test_end_fails_the_sink() -> None:
     async with AsyncLLM(fake_config(backend__fake__latency_ms=1.0)) as llm:
-        sink = llm.submit_to(Outputs, "for ever", ENDLESS)
+        sink = queued(llm, "for ever", ENDLESS)
         assert llm.end(sink.request.id, "the operator said so") and not llm.end(sink.request.id, "again")
         assert isinstance(sink.error, RequestCancelledError) and str(sink.error) == "the operator said so"
         await assert_idle(llm)
@@ -114,7 +115,7 @@ async def test_end_fails_the_sink() -> None:
 
 async def test_shutting_down_ends_sinks() -> None:
     async with AsyncLLM(fake_config(backend__fake__latency_ms=1.0, scheduler__max_running=1)) as llm:
-        running, waiting = (llm.submit_to(Outputs, "for ever", ENDLESS) for _ in range(2))
+        running, waiting = (queued(llm, "for ever", ENDLESS) for _ in range(2))
         await running.until(lambda: len(running.outputs) > 2)
         await llm.shutdown(0)
         for sink in (running, waiting):
@@ -128,8 +129,8 @@ async def test_a_sink_that_raises_harms_nobody_else() -> None:
         raise RuntimeError("the connection is gone")
 
     async with AsyncLLM(fake_config(backend__fake__latency_ms=1.0)) as llm:
-        broken = llm.submit_to(lambda request: Outputs(request, raises), "one", ENDLESS)
-        other = llm.submit_to(Outputs, "another", SAMPLED)
+        broken = queued(llm, "one", ENDLESS, lambda request: Outputs(request, raises))
+        other = queued(llm, "another", SAMPLED)
         await other.all()
         assert len(other.tokens()) == 40
         assert isinstance(broken.error, BackendError) and "the connection is gone" in str(broken.error)
@@ -146,7 +147,7 @@ async def test_what_is_refused_leaves_no_sink() -> None:
             return Outputs(request)
 
         with pytest.raises(InvalidRequestError, match="needs a seed"):
-            llm.submit_to(make, "go on", SamplingParams(), generated=[[97]])
+            queued(llm, "go on", SamplingParams(), make, generated=[[97]])
         assert made == [] and llm.requests() == []
 
 
@@ -161,8 +162,8 @@ async def test_a_replica_goes_on_where_another_one_died(structured: bool) -> Non
         structured=schema if structured else None,
     )  # fmt: skip
     async with AsyncLLM(fake_config()) as one, AsyncLLM(fake_config()) as other:
-        grammar = await one.compile(schema) if structured else None
-        whole = await one.submit_to(Outputs, "tell me", params, grammar=grammar).all()
+        grammar = await one.text.compile(schema) if structured else None
+        whole = await queued(one, "tell me", params, grammar=grammar).all()
         assert whole[0].read is not None
         told = whole[1:]
         assert len(told) > 8
@@ -174,8 +175,8 @@ async def test_a_replica_goes_on_where_another_one_died(structured: bool) -> Non
                 tokens.append(output.token_id)
                 if output.reason is not None:
                     generated[output.answer] = None
-            grammar = await other.compile(schema) if structured else None
-            rest = await other.submit_to(Outputs, "tell me", params, grammar=grammar, generated=generated).all()
+            grammar = await other.text.compile(schema) if structured else None
+            rest = await queued(other, "tell me", params, grammar=grammar, generated=generated).all()
             rest = [output for output in rest if output.read is None]
             for index in range(2):
                 assert [said(o) for o in told[:cut] + rest if o.answer == index] == [
@@ -198,7 +199,7 @@ async def test_the_text_goes_on_within_a_character_and_a_stop_string() -> None:
         (expected,) = await llm.submit("letters", stopped).collect()
         assert expected.finish_reason == "stop" and len(expected.token_ids) > 10
         for cut in range(len(expected.token_ids) - 1):
-            stream = Detokenizer(llm.tokenizer, [stop])
+            stream = Detokenizer(llm.text.tokenizer, [stop])
             before = "".join(map(stream.push, expected.token_ids[:cut]))
             generation = llm.submit("letters", stopped, generated=[expected.token_ids[:cut]])
             (rest,) = await generation.collect()

@@ -14,7 +14,7 @@ import pytest
 from cllm.backends.base import Chunk
 from cllm.config.schema import ResourcesConfig
 from cllm.errors import BackendError, ConfigError, ModelError
-from cllm.kv.memory import MIB
+from cllm.kv.sizing import MIB
 from cllm.loading import open_model
 from cllm.loading.resources import Weights, choose_kv_bytes, choose_threads
 from cllm.machine import Cpus, MemoryLimit, default_threads, read_cpus

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cllm.errors import ModelError
 from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
-from cllm.models.shape import ModelShape
+from cllm.models.spec import AttentionSpec, LayerSpec, ModelSpec
 from gguf_kit import LLAMA_KEYS, tiny_model, write_gguf
 from native_kit import write_model
 from thorough import sampled
@@ -42,7 +42,7 @@ def tiny_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 @pytest.mark.model
 def test_the_default_model_has_the_documented_shape() -> None:
     model = GGUFModel.open(resolve("smollm2"))
-    assert model.shape == ModelShape("llama", 30, 576, 9, 3, 64, 64, 49152, 8192)
+    assert model.spec == ModelSpec("llama", 576, 49152, 8192, (LayerSpec(AttentionSpec(9, 3, 64, 64)),) * 30, tied=True)
     assert model.size_bytes == 98_362_432
     assert model.name.startswith("Smollm2")
 
@@ -85,15 +85,15 @@ def test_the_name_falls_back_to_the_file(tmp_path: Path) -> None:
 def test_shape_with_its_own_head_size(tmp_path: Path) -> None:
     keys = {key.replace("llama", "qwen3"): value for key, value in LLAMA_KEYS.items()}
     keys |= {"qwen3.attention.key_length": 128, "qwen3.attention.value_length": 96, "qwen3.vocab_size": 100}
-    shape = GGUFModel.open(write_gguf(tmp_path / "q.gguf", keys, architecture="qwen3")).shape
-    assert shape == ModelShape("qwen3", 2, 64, 4, 2, 128, 96, 100, 128)
+    spec = GGUFModel.open(write_gguf(tmp_path / "q.gguf", keys, architecture="qwen3")).spec
+    assert spec == ModelSpec("qwen3", 64, 100, 128, (LayerSpec(AttentionSpec(4, 2, 128, 96)),) * 2, tied=True)
 
 
 def test_shape_defaults_and_per_layer_lists(tmp_path: Path) -> None:
     keys = LLAMA_KEYS | {"llama.vocab_size": 7, "llama.attention.head_count": [4, 4]}
     del keys["llama.attention.head_count_kv"]
-    shape = GGUFModel.open(write_gguf(tmp_path / "l.gguf", keys)).shape
-    assert (shape.n_heads, shape.n_kv_heads, shape.head_dim_k, shape.head_dim_v) == (4, 4, 16, 16)
+    spec = GGUFModel.open(write_gguf(tmp_path / "l.gguf", keys)).spec
+    assert spec.layers == (LayerSpec(AttentionSpec(4, 4, 16, 16)),) * 2
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_mutated_bytes_give_a_model_or_a_model_error(tmp_path: Path, tiny_bytes:
     except ModelError as error:
         assert "\n" not in str(error)
     else:
-        assert model.shape.n_layers > 0
+        assert model.spec.n_layers > 0
 
 
 @pytest.mark.parametrize(

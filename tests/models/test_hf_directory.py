@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from cllm.errors import ModelError
-from cllm.models.hf_config import Llama3Rope
 from cllm.models.hf_directory import HFModel
+from cllm.models.spec import AttentionSpec, ModelSpec, Rotation
 from cllm.models.unchanged_file import UnchangedFile
 from hf_kit import CONFIG, header_of, tensors, write_directory, write_safetensors
 
@@ -28,37 +28,48 @@ def refusal(path: Path) -> str:
 
 def test_a_directory_is_a_model(tmp_path: Path) -> None:
     model = HFModel.open(write_directory(tmp_path / "tiny"))
-    shape, numbers = model.shape, model.params
-    assert (model.name, shape.architecture, shape.n_layers, shape.head_dim_k) == ("tiny", "llama", 2, 8)
-    assert (shape.n_vocab, shape.context_length, numbers.n_ff, numbers.rope_base) == (300, 256, 48, 10000.0)
-    assert not numbers.tied and not numbers.qkv_bias and not numbers.head_norm and numbers.llama3 is None
+    spec, attention = model.spec, model.spec.layers[0].attention
+    assert (model.name, spec.architecture, spec.n_layers, attention.head_dim_k) == ("tiny", "llama", 2, 8)
+    assert (spec.n_vocab, spec.context_length, spec.layers[1].feed_forward.size) == (300, 256, 48)
+    assert not spec.tied and not attention.qkv_bias and not attention.qk_norm
+    assert attention.rotation == Rotation(10000.0, 8, neox=True)
     assert model.tensors["lm_head.weight"].shape == (300, 32)
 
 
 def test_what_the_architectures_mean(tmp_path: Path) -> None:
-    def numbers(name: str, **changes: Any) -> Any:
-        return HFModel.open(write_directory(tmp_path, config={"architectures": [name], **changes})).params
+    def spec(name: str, **changes: Any) -> ModelSpec:
+        return HFModel.open(write_directory(tmp_path, config={"architectures": [name], **changes})).spec
 
-    qwen2 = numbers("Qwen2ForCausalLM", sliding_window=128, use_sliding_window=False)
-    assert qwen2.qkv_bias and not qwen2.output_bias and not qwen2.head_norm
-    assert numbers("Qwen3ForCausalLM").head_norm
-    assert numbers("LlamaForCausalLM", attention_bias=True).output_bias
-    assert numbers("MistralForCausalLM", sliding_window=4096).tied is False
-    assert numbers("LlamaForCausalLM", tie_word_embeddings=None).tied is None
+    def attention(name: str, **changes: Any) -> AttentionSpec:
+        return spec(name, **changes).layers[0].attention
+
+    qwen2 = attention("Qwen2ForCausalLM", sliding_window=128, use_sliding_window=False)
+    assert qwen2.qkv_bias and not qwen2.output_bias and not qwen2.qk_norm
+    assert attention("Qwen3ForCausalLM").qk_norm
+    assert attention("LlamaForCausalLM", attention_bias=True).output_bias
+    assert spec("MistralForCausalLM", sliding_window=4096).tied is False
+    assert spec("LlamaForCausalLM", tie_word_embeddings=None).tied is False  # there is a head
+    headless = {name: size for name, size in tensors().items() if name != "lm_head.weight"}
+    directory = write_directory(tmp_path / "headless", config={"tie_word_embeddings": None}, shapes=headless)
+    assert HFModel.open(directory).spec.tied is True
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_rope_as_older_and_newer_files_write_it(key: str, tmp_path: Path) -> None:
-    def read(**rope: Any) -> Any:
+    def read(**rope: Any) -> Rotation:
         config = {"rope_theta": 500.0, key: rope}
-        return HFModel.open(write_directory(tmp_path, config=config)).params
+        rotation = HFModel.open(write_directory(tmp_path, config=config)).spec.layers[0].attention.rotation
+        assert rotation is not None
+        return rotation
 
     stretched = read(
         rope_type="llama3", factor=8.0, low_freq_factor=1, high_freq_factor=4.0, original_max_position_embeddings=64
     )
-    assert stretched.llama3 == Llama3Rope(8.0, 1.0, 4.0, 64) and stretched.rope_base == 500.0
-    assert read(type="linear", factor=4.0).rope_scale == 4.0
-    assert read(rope_type="default", rope_theta=1e6).rope_base == 1e6
+    assert stretched.base == 500.0 and stretched.divisors is not None
+    fastest, *_, slowest = stretched.divisors
+    assert (fastest, slowest) == (1.0, 8.0)
+    assert read(type="linear", factor=4.0).scale == 4.0
+    assert read(rope_type="default", rope_theta=1e6).base == 1e6
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,16 @@ from cllm.backends.base import Chunk
 from cllm.backends.torch import gemv, shared_prefixes, triton_linear, triton_operations
 from cllm.backends.torch.arena import KV_DTYPES, Arena
 from cllm.backends.torch.batch import StepBatch, make_batch
-from cllm.backends.torch.decoder import Decoder
 from cllm.backends.torch.linear import dequantise, quantise_rows
 from cllm.backends.torch.model import Layer, Model, Weights
 from cllm.backends.torch.operations import PlainOperations
+from cllm.backends.torch.rotations import rotation_table
 from cllm.backends.torch.shared_prefixes import SharedPrefixes, find_shared
 from cllm.backends.torch.triton_linear import ProductTile
 from cllm.backends.torch.triton_operations import TritonOperations
 from cllm.kv.ops import BlockGeometry
+from cllm.models.spec import ModelSpec
+from spec_kit import make_spec
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -73,8 +75,10 @@ def multiply_row_by_row() -> None:
     interpreter.InterpreterBuilder.create_dot = dot
 
 
-def decoder(*, head_norm: bool = False, group: int = 2, head_dim: int = 16) -> Decoder:
-    return Decoder(2, 64, 2 * group, 2, head_dim, 96, 100, 1e-5, 10000.0, 512, head_norm=head_norm)
+def decoder(
+    *, norms: bool = False, group: int = 2, head_dim: int = 16, n_layers: int = 2, kv_heads: int = 2
+) -> ModelSpec:
+    return make_spec(n_layers, 64, kv_heads * group, kv_heads, head_dim, 96, 100, qk_norm=norms)
 
 
 def chunk(tokens: Sequence[int], start: int, blocks: Sequence[int]) -> Chunk:
@@ -124,9 +128,9 @@ def values_of(arena: Arena) -> torch.Tensor:
     return values if arena.scales is None else values * arena.scales.double()[..., None]
 
 
-def arenas(shape: Decoder, kv_type: str) -> tuple[Arena, Arena]:
+def arenas(spec: ModelSpec, kv_type: str) -> tuple[Arena, Arena]:
     """Two of the same type, filled alike."""
-    pair = tuple(Arena(shape, BlockGeometry(BLOCKS, BLOCK), kv_type, DEVICE) for _ in range(2))
+    pair = tuple(Arena(spec, BlockGeometry(BLOCKS, BLOCK), kv_type, DEVICE) for _ in range(2))
     data = torch.randn(pair[0].data.shape)
     for arena in pair:
         arena.data.copy_((data * 40).round() if kv_type == "int8" else data)
@@ -135,18 +139,20 @@ def arenas(shape: Decoder, kv_type: str) -> tuple[Arena, Arena]:
     return pair[0], pair[1]
 
 
-def attention(shape: Decoder, batch: StepBatch, dtype: torch.dtype, kv_type: str, invariant: bool = False) -> Errors:
+def attention(spec: ModelSpec, batch: StepBatch, dtype: torch.dtype, kv_type: str, invariant: bool = False) -> Errors:
     torch.manual_seed(0)
-    arena, other = arenas(shape, kv_type)
-    qkv = torch.randn(len(batch.tokens), shape.qkv_size).to(DEVICE, dtype)
-    norms = [torch.rand(shape.head_dim).to(DEVICE, dtype) if shape.head_norm else None for _ in range(2)]
-    rotations = shape.rotations(512).to(DEVICE)
+    arena, other = arenas(spec, kv_type)
+    sizes = spec.layers[0].attention
+    assert sizes.rotation is not None
+    qkv = torch.randn(len(batch.tokens), sizes.qkv_size).to(DEVICE, dtype)
+    norms = [torch.rand(sizes.head_dim_k).to(DEVICE, dtype) if sizes.qk_norm else None for _ in range(2)]
+    rotations = rotation_table(sizes.rotation, 512).to(DEVICE)
     operations = TRITON.invariant() if invariant else TRITON
-    queries = operations.rotate_and_store(qkv, *norms, shape, rotations, batch, arena, 1)
+    queries = operations.rotate_and_store(qkv, *norms, spec, rotations, batch, arena, 1)
     wide = [None if norm is None else norm.double() for norm in norms]
-    expected = PLAIN.rotate_and_store(qkv.double(), *wide, shape, rotations.double(), batch, other, 1)
+    expected = PLAIN.rotate_and_store(qkv.double(), *wide, spec, rotations.double(), batch, other, 1)
     errors = {"queries": relative(queries, expected), "kv": relative(values_of(arena), values_of(other))}
-    exact = Arena(shape, BlockGeometry(BLOCKS, BLOCK), "f32", DEVICE)
+    exact = Arena(spec, BlockGeometry(BLOCKS, BLOCK), "f32", DEVICE)
     exact.data = values_of(arena)
     found = operations.attend(queries, arena, 1, batch)
     errors["attend"] = relative(found, PLAIN.attend(queries.double(), exact, 1, batch))
@@ -201,18 +207,21 @@ def quantised_rows() -> Errors:
     return errors
 
 
-def random_weights(shape: Decoder, dtype: torch.dtype = torch.float32, *, fp8: bool = False) -> Weights:
+def random_weights(spec: ModelSpec, dtype: torch.dtype = torch.float32, *, fp8: bool = False) -> Weights:
     torch.manual_seed(2)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
         return (torch.randn(rows, columns) * columns**-0.5).to(DEVICE, dtype)
 
     def layer() -> Layer:
-        sizes = (shape.n_embd, shape.head_dim, shape.head_dim, shape.n_embd)
+        attention, n_ff = spec.layers[0].attention, spec.layers[0].feed_forward.size
+        sizes = (spec.n_embd, attention.head_dim_k, attention.head_dim_k, spec.n_embd)
         norms = [torch.rand(size).to(DEVICE, dtype) for size in sizes]
-        bias, output = torch.randn(shape.qkv_size).to(DEVICE, dtype), matrix(shape.n_embd, shape.q_size)
-        gate_up, down = matrix(2 * shape.n_ff, shape.n_embd), matrix(shape.n_embd, shape.n_ff)
-        made = Layer(norms[0], matrix(shape.qkv_size, shape.n_embd), bias, *norms[1:3], output, norms[3], gate_up, down)
+        bias, output = torch.randn(attention.qkv_size).to(DEVICE, dtype), matrix(spec.n_embd, attention.q_size)
+        gate_up, down = matrix(2 * n_ff, spec.n_embd), matrix(spec.n_embd, n_ff)
+        made = Layer(
+            norms[0], matrix(attention.qkv_size, spec.n_embd), bias, *norms[1:3], output, norms[3], gate_up, down
+        )
         if fp8:
             made.scales = {}
             for name in ("qkv", "output", "gate_up", "down"):
@@ -220,30 +229,30 @@ def random_weights(shape: Decoder, dtype: torch.dtype = torch.float32, *, fp8: b
                 setattr(made, name, quantised)
         return made
 
-    embedding = torch.randn(shape.n_vocab, shape.n_embd).to(DEVICE, dtype)
-    layers = [layer() for _ in range(shape.n_layers)]
-    weights = Weights(embedding, layers, torch.rand(shape.n_embd).to(DEVICE, dtype), embedding * shape.n_embd**-0.5)
+    embedding = torch.randn(spec.n_vocab, spec.n_embd).to(DEVICE, dtype)
+    layers = [layer() for _ in range(spec.n_layers)]
+    weights = Weights(embedding, layers, torch.rand(spec.n_embd).to(DEVICE, dtype), embedding * spec.n_embd**-0.5)
     if fp8:
         weights.head, weights.head_scales = quantise_rows(weights.head)
     return weights
 
 
 def whole_step(batch: StepBatch, *, fp8: bool = False) -> Errors:
-    shape = decoder(head_norm=True)
-    weights = random_weights(shape, fp8=fp8)
-    arena, other = arenas(shape, "f32")
-    found = Model(shape, weights, TRITON, 512, invariant=False).forward(batch, arena)
-    expected = Model(shape, weights, PLAIN, 512, invariant=False).forward(batch, other)
+    spec = decoder(norms=True)
+    weights = random_weights(spec, fp8=fp8)
+    arena, other = arenas(spec, "f32")
+    found = Model(spec, weights, TRITON, 512, invariant=False).forward(batch, arena)
+    expected = Model(spec, weights, PLAIN, 512, invariant=False).forward(batch, other)
     return {"logits": relative(found, expected), "kv": relative(arena.data, other.data)}
 
 
-def invariance(shape: Decoder, dtype: torch.dtype, kv_type: str, *, fp8: bool = False, length: int = 36) -> Errors:
+def invariance(spec: ModelSpec, dtype: torch.dtype, kv_type: str, *, fp8: bool = False, length: int = 36) -> Errors:
     """Logits near the end of a sequence: generated one by one, as a chunk, in other chunks, among others."""
-    model = Model(shape, random_weights(shape, dtype, fp8=fp8), TRITON, 4096, invariant=True)
-    sequence = [int(token) for token in np.random.default_rng(0).integers(0, shape.n_vocab, length)]
+    model = Model(spec, random_weights(spec, dtype, fp8=fp8), TRITON, 4096, invariant=True)
+    sequence = [int(token) for token in np.random.default_rng(0).integers(0, spec.n_vocab, length)]
     size = -(-length // BLOCK)
     blocks, others = list(range(size, 0, -1)), [list(range(size * at, size * (at + 1))) for at in (2, 3)]
-    arena = Arena(shape, BlockGeometry(4 * size + 1, BLOCK), kv_type, DEVICE)
+    arena = Arena(spec, BlockGeometry(4 * size + 1, BLOCK), kv_type, DEVICE)
 
     def run(*chunks: Chunk) -> torch.Tensor:
         return model.forward(batch_of(chunks), arena)
@@ -284,7 +293,7 @@ def _in_graph(model: Model, arena: Arena, piece: Callable[[int, int], Chunk], le
 
 
 def all_errors() -> Iterator[tuple[str, Callable[[], Errors]]]:
-    shapes = {"plain": decoder(), "norms": decoder(head_norm=True), "group of 3": decoder(group=3, head_dim=32)}
+    shapes = {"plain": decoder(), "norms": decoder(norms=True), "group of 3": decoder(group=3, head_dim=32)}
     known, f32 = dict(batches()), torch.float32
     mixed, one = known["mixed"], batch_of([chunk([9], 80, FAR)])
     for label, shape in shapes.items():
@@ -312,9 +321,9 @@ def all_errors() -> Iterator[tuple[str, Callable[[], Errors]]]:
         yield label, lambda dtype=dtype: elementwise(dtype)
         if not (INTERPRETED and dtype == torch.bfloat16):
             yield f"{label} product", lambda dtype=dtype: products(dtype)
-    small = replace(decoder(head_norm=True), n_layers=1, n_heads=2, n_kv_heads=1)
+    small = decoder(norms=True, n_layers=1, kv_heads=1)
     yield "bits int8", lambda: invariance(small, f32, "int8", fp8=True)
-    thirds = replace(decoder(), n_layers=1, n_heads=3, n_kv_heads=1)
+    thirds = decoder(group=3, n_layers=1, kv_heads=1)
     yield "bits f16", lambda: invariance(thirds, torch.float16, "f16")
 
 

@@ -19,10 +19,9 @@ from cllm.backends.torch import memory
 from cllm.backends.torch.backend import TorchBackend
 from cllm.backends.torch.device import DTYPES
 from cllm.backends.torch.linear import FP8
-from cllm.backends.torch.sources import decoder_of, open_source
+from cllm.backends.torch.sources import open_source, spec_of
 from cllm.backends.torch.weights import Loader, weight_bytes
 from cllm.errors import BackendError, ConfigError, ModelError, StepAbortedError
-from cllm.kv.memory import bytes_per_token
 from cllm.kv.ops import BlockBytes, BlockGeometry, BlockOps, Move, SlotGeometry
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
@@ -215,11 +214,7 @@ def test_blocks_that_are_not_there(backend: TorchBackend, wrong: Any) -> None:
 @pytest.mark.parametrize("kv_type", ["f16", "bf16", "f32", "fp8", "int8"])
 def test_the_arena_takes_the_bytes_that_are_planned(directory: Path, kv_type: str) -> None:
     with open_backend(directory, blocks=10, kv_type=kv_type) as backend:
-        shape = backend.shape
-        token = bytes_per_token(
-            n_layers=shape.n_layers, n_kv_heads=shape.n_kv_heads, head_dim_k=shape.head_dim_k,
-            head_dim_v=shape.head_dim_v, type_k=kv_type, type_v=kv_type,
-        )  # fmt: skip
+        token = backend.spec.kv_bytes_per_token(kv_type, kv_type)
         assert isinstance(backend, TorchBackend)
         assert backend.kv_bytes == backend.ops.resident_bytes() == 10 * BLOCK * token
         backend.ops.release_pages(0, 10)
@@ -289,7 +284,7 @@ def test_loading_says_how_far_it_is(kind: str, dtype: str, tmp_path: Path) -> No
     seen: list[tuple[int, int]] = []
     with TorchBackend(model, device="cpu", dtype=dtype, progress=lambda *numbers: seen.append(numbers)):
         pass
-    size = weight_bytes(decoder_of(model), DTYPES[dtype])
+    size = weight_bytes(spec_of(model), DTYPES[dtype])
     assert seen == sorted(seen) and len(seen) > 10
     assert seen[-1] == (size, size) and {total for _, total in seen} == {size}
 
@@ -297,8 +292,8 @@ def test_loading_says_how_far_it_is(kind: str, dtype: str, tmp_path: Path) -> No
 def test_weights_in_fp8_have_a_scale_for_every_row(directory: Path) -> None:
     model = HFModel.open(directory)
     with open_source(model) as source:
-        exact = Loader(source, torch.float32, torch.device("cpu"), None).load(decoder_of(model))
-        small = Loader(source, FP8, torch.device("cpu"), None).load(decoder_of(model))
+        exact = Loader(source, torch.float32, torch.device("cpu"), None).load(spec_of(model))
+        small = Loader(source, FP8, torch.device("cpu"), None).load(spec_of(model))
     pairs = [(small.head, small.head_scales, exact.head)]
     for layer, wide in zip(small.layers, exact.layers, strict=True):
         assert layer.scales is not None and layer.scales.keys() == {"qkv", "output", "gate_up", "down"}

@@ -11,7 +11,7 @@ import torch
 
 from cllm.backends.torch.backend import TorchBackend
 from cllm.backends.torch.batch import make_batch
-from cllm.backends.torch.sources import decoder_of, open_source, unsupported
+from cllm.backends.torch.sources import open_source, spec_of, unsupported
 from cllm.backends.torch.weights import check_source
 from cllm.kv.ops import BlockGeometry
 from cllm.models.gguf import GGUFModel
@@ -67,7 +67,7 @@ def test_every_tensor_has_its_place(tmp_path: Path) -> None:
         model = GGUFModel.open(write_model(tmp_path / f"{arch}.gguf", arch=arch, rope_scaling="linear"))
         assert unsupported(model) is None
         with open_source(model) as source:
-            check_source(source, decoder_of(model))
+            check_source(source, spec_of(model))
 
 
 def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:

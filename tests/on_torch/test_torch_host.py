@@ -146,10 +146,10 @@ def test_a_backend_that_is_rebuilt_finds_what_was_copied(backend: TorchBackend) 
     expected = in_turns(Run(backend, blocks=128))
     run = Run(backend, host_rows=64)
     assert in_turns(run) == expected
-    held = len(run.kv._host or ())
+    held = len(run.kv.tiers.host or ())
     backend.rebuild()
     run.kv.reset()
-    assert len(run.kv._host or ()) == held
+    assert len(run.kv.tiers.host or ()) == held
     loads = run.kv.usage().host.loads
     assert in_turns(run) == expected
     assert run.kv.usage().host.loads > loads

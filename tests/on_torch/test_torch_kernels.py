@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from repository import KITS
+
 HERE = Path(__file__).parent
 LIMITS = {"f32": 1e-5, "bf16": 1.5e-2, "f16": 2e-3, "fp8": 3e-3, "int8": 3e-3, "bits": 1e-30}
 """By the first word of a name. Beside equal inputs, K and V in fp8 and int8 differ where two roundings are as good."""
@@ -23,7 +25,8 @@ LIMITS = {"f32": 1e-5, "bf16": 1.5e-2, "f16": 2e-3, "fp8": 3e-3, "int8": 3e-3, "
 def test_kernels_compute_what_their_twin_computes(where: str) -> None:
     if where == "on the GPU" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    environment = os.environ | {"TRITON_INTERPRET": "1" if where == "interpreted" else "0"}
+    interpreted = "1" if where == "interpreted" else "0"
+    environment = os.environ | {"TRITON_INTERPRET": interpreted, "PYTHONPATH": str(KITS)}
     script = str(HERE / "interpreted_kernels.py")
     ran = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

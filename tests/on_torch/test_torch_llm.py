@@ -77,7 +77,7 @@ def generated(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREED
 
 
 def engine_of(llm: LLM) -> Any:
-    return llm._llm._engine
+    return llm._llm.executor.engine
 
 
 def empty_cache(llm: LLM) -> None:
@@ -182,7 +182,7 @@ class Sized:
     spare_blocks = 1
 
     def __init__(self, directory: Path, free: int) -> None:
-        self.shape = HFModel.open(directory).shape
+        self.spec = HFModel.open(directory).spec
         self._free = free
         self.tried: list[tuple[int, int]] = []
 
@@ -318,6 +318,6 @@ def test_kv_types_belong_to_backends(directory: Path) -> None:
 
 
 def test_a_context_that_is_too_long_is_refused(directory: Path) -> None:
-    assert HFModel.open(directory).shape.context_length == 512
+    assert HFModel.open(directory).spec.context_length == 512
     with pytest.raises(ConfigError, match="the model was trained for 512 tokens"):
         opened(directory, resources__max_context_length=1024)

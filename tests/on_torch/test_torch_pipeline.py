@@ -297,7 +297,7 @@ def test_a_padded_step_is_the_step(backend: TorchBackend, rows: int, kind: str) 
     """What CUDA graphs are made of, computed without one."""
     context, cpu = backend._worker.context, torch.device("cpu")
     model, sampler, size = context.model, backend._worker.sampler, BlockGeometry(BLOCKS, BLOCK)
-    arena = Arena(model.decoder, size, "f32", cpu, 1)
+    arena = Arena(model.spec, size, "f32", cpu, 1)
     last = torch.full((16,), 7, dtype=torch.int32)
     step = PaddedStep(model, arena, last, sampler, blocks_per_row=20, rows=8)
     starts = (0, 30, 17)
@@ -350,7 +350,7 @@ def test_short_chunks_are_rows_of_a_padded_step(backend: TorchBackend, drawn: bo
     found = []
     with torch.inference_mode():
         for asked in (chunks, rows):
-            arena = Arena(model.decoder, size, "f32", cpu, 1)
+            arena = Arena(model.spec, size, "f32", cpu, 1)
             arena_step = PaddedStep(model, arena, context.last, sampler, blocks_per_row=20, rows=16)
             for prompt in (PROMPTS[5][:30], PROMPTS[3][:13], PROMPTS[1][:14]):
                 before = chunk(prompt, 0, table(40, {30: 0, 13: 4, 14: 8}[len(prompt)]))

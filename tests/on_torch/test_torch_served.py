@@ -72,7 +72,7 @@ async def test_those_that_shrink_and_those_that_do_not_answer_as_if_alone(
             await served.unload(served.models[1])
         for model in (served.models[0], served.models[2]):
             assert model.llm is not None and model.account is not None
-            taken = model.estimate.weights + model.llm.kv()["bytes"]["total"]
+            taken = model.estimate.weights + model.llm.executor.kv()["bytes"]["total"]
             assert 0.9 * model.account.taken <= taken <= model.account.taken, "what is counted is what it has"
     finally:
         await served.shutdown(0)
@@ -88,7 +88,7 @@ async def test_those_that_do_not_fit_together_take_each_others_place(directories
         for _ in range(2):
             for model in served.models:
                 llm = await served.acquire(model)
-                assert llm.max_context == 512
+                assert llm.text.max_context == 512
                 assert len(await tokens(llm, PROMPTS[0])) == 8
                 model.release()
                 assert [each.name for each in served.memory_of(model).ledger.account_status()] == [model.name]

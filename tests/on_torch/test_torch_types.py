@@ -13,7 +13,6 @@ import torch
 from cllm.backends.torch import reference
 from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import StepBatch, make_batch
-from cllm.backends.torch.decoder import Decoder
 from cllm.backends.torch.linear import dequantise, quantise_rows
 from cllm.backends.torch.model import Layer, Model, Weights
 from cllm.backends.torch.operations import PlainOperations
@@ -26,12 +25,13 @@ from cllm.backends.torch.shared_prefixes import (
     packed_size,
     unpacked,
 )
-from cllm.kv.memory import bytes_per_token
 from cllm.kv.ops import BlockGeometry, Move
+from spec_kit import make_spec
 from torch_kit import BLOCK, chunk, random_tokens
 
 CPU = torch.device("cpu")
-SHAPE = Decoder(2, 64, 6, 2, 32, 96, 320, 1e-5, 10000.0, 512, qkv_bias=True, head_norm=True)
+SPEC = make_spec(2, 64, 6, 2, 32, 96, 320, qkv_bias=True, qk_norm=True)
+ATTENTION, N_FF = SPEC.layers[0].attention, SPEC.layers[0].feed_forward.size
 
 
 @pytest.fixture(autouse=True)
@@ -48,15 +48,15 @@ def random_weights(*, fp8: bool) -> Weights:
 
     def layer() -> Layer:
         made = Layer(
-            attention_norm=torch.rand(SHAPE.n_embd),
-            qkv=matrix(SHAPE.qkv_size, SHAPE.n_embd),
-            qkv_bias=torch.randn(SHAPE.qkv_size),
-            q_norm=torch.rand(SHAPE.head_dim),
-            k_norm=torch.rand(SHAPE.head_dim),
-            output=matrix(SHAPE.n_embd, SHAPE.q_size),
-            ffn_norm=torch.rand(SHAPE.n_embd),
-            gate_up=matrix(2 * SHAPE.n_ff, SHAPE.n_embd),
-            down=matrix(SHAPE.n_embd, SHAPE.n_ff),
+            attention_norm=torch.rand(SPEC.n_embd),
+            qkv=matrix(ATTENTION.qkv_size, SPEC.n_embd),
+            qkv_bias=torch.randn(ATTENTION.qkv_size),
+            q_norm=torch.rand(ATTENTION.head_dim_k),
+            k_norm=torch.rand(ATTENTION.head_dim_k),
+            output=matrix(SPEC.n_embd, ATTENTION.q_size),
+            ffn_norm=torch.rand(SPEC.n_embd),
+            gate_up=matrix(2 * N_FF, SPEC.n_embd),
+            down=matrix(SPEC.n_embd, N_FF),
         )
         if fp8:
             made.scales = {}
@@ -65,15 +65,15 @@ def random_weights(*, fp8: bool) -> Weights:
                 setattr(made, name, quantised)
         return made
 
-    layers = [layer() for _ in range(SHAPE.n_layers)]
-    head, scales = matrix(SHAPE.n_vocab, SHAPE.n_embd), None
+    layers = [layer() for _ in range(SPEC.n_layers)]
+    head, scales = matrix(SPEC.n_vocab, SPEC.n_embd), None
     if fp8:
         head, scales = quantise_rows(head)
-    return Weights(torch.randn(SHAPE.n_vocab, SHAPE.n_embd), layers, torch.rand(SHAPE.n_embd), head, scales)
+    return Weights(torch.randn(SPEC.n_vocab, SPEC.n_embd), layers, torch.rand(SPEC.n_embd), head, scales)
 
 
 def arena_of(kv_type: str, blocks: int = 16) -> Arena:
-    return Arena(SHAPE, BlockGeometry(blocks, BLOCK), kv_type)
+    return Arena(SPEC, BlockGeometry(blocks, BLOCK), kv_type)
 
 
 def batch_of(*chunks: Any) -> StepBatch:
@@ -89,9 +89,9 @@ def batch_of(*chunks: Any) -> StepBatch:
 def test_attention_over_small_types_is_near_the_exact_one(kv_type: str, limit: float) -> None:
     torch.manual_seed(0)
     tokens = 40
-    keys, values = torch.randn(2, tokens, SHAPE.n_kv_heads, SHAPE.head_dim)
+    keys, values = torch.randn(2, tokens, ATTENTION.n_kv_heads, ATTENTION.head_dim_k)
     values[3] *= 0.01
-    queries = torch.randn(tokens, SHAPE.n_heads, SHAPE.head_dim)
+    queries = torch.randn(tokens, ATTENTION.n_heads, ATTENTION.head_dim_k)
     batch = batch_of(chunk(range(tokens), 0, [5, 2, 9]))
     attended = []
     for each in (kv_type, "f32"):
@@ -103,7 +103,7 @@ def test_attention_over_small_types_is_near_the_exact_one(kv_type: str, limit: f
 
 def test_what_does_not_fit_into_fp8_is_cut_off_and_zeros_stay_zero() -> None:
     batch = batch_of(chunk([1, 2], 0, [3]))
-    vectors = torch.tensor([[1e6, -1e6] * 16, [0.0] * 32]).view(2, 1, 32).expand(2, SHAPE.n_kv_heads, 32)
+    vectors = torch.tensor([[1e6, -1e6] * 16, [0.0] * 32]).view(2, 1, 32).expand(2, ATTENTION.n_kv_heads, 32)
     for kv_type, largest in (("fp8", 448.0), ("int8", 1e6)):
         arena = arena_of(kv_type)
         reference.store(vectors, vectors, arena, 0, batch.slots)
@@ -116,8 +116,7 @@ def test_what_does_not_fit_into_fp8_is_cut_off_and_zeros_stay_zero() -> None:
 
 @pytest.mark.parametrize("kv_type", ["f16", "bf16", "f32", "fp8", "int8"])
 def test_an_arena_takes_what_was_reckoned(kv_type: str) -> None:
-    sizes = {"n_layers": 2, "n_kv_heads": 2, "head_dim_k": 32, "head_dim_v": 32}
-    assert arena_of(kv_type).nbytes == 16 * BLOCK * bytes_per_token(**sizes, type_k=kv_type, type_v=kv_type)
+    assert arena_of(kv_type).nbytes == 16 * BLOCK * SPEC.kv_bytes_per_token(kv_type, kv_type)
 
 
 @pytest.mark.parametrize("kv_type", ["fp8", "int8"])
@@ -162,10 +161,10 @@ def test_a_model_in_fp8_computes_with_what_its_weights_stand_for() -> None:
     wide.head, wide.head_scales = dequantise(wide.head, wide.head_scales, torch.float32), None
     batch = batch_of(chunk(random_tokens(30), 0, [1, 2]), chunk(random_tokens(9, 1), 0, [3]))
     logits = [
-        Model(SHAPE, weights, PlainOperations(), 512).forward(batch, arena_of("f32")) for weights in (quantised, wide)
+        Model(SPEC, weights, PlainOperations(), 512).forward(batch, arena_of("f32")) for weights in (quantised, wide)
     ]
     assert torch.equal(*logits)
-    exact = Model(SHAPE, random_weights(fp8=False), PlainOperations(), 512).forward(batch, arena_of("f32"))
+    exact = Model(SPEC, random_weights(fp8=False), PlainOperations(), 512).forward(batch, arena_of("f32"))
     assert 1e-3 < float((logits[0] - exact).norm() / exact.norm()) < 0.2
 
 
@@ -174,7 +173,7 @@ def test_a_model_in_fp8_computes_with_what_its_weights_stand_for() -> None:
 
 @pytest.mark.parametrize(("kv_type", "fp8"), [("f32", False), ("int8", False), ("fp8", True)])
 def test_invariant_logits_are_the_same_bits_alone_among_others_and_in_any_chunk(kv_type: str, fp8: bool) -> None:
-    model = Model(SHAPE, random_weights(fp8=fp8), PlainOperations(), 512, invariant=True)
+    model = Model(SPEC, random_weights(fp8=fp8), PlainOperations(), 512, invariant=True)
     tokens, blocks, arena = random_tokens(50), [4, 2, 7, 1], arena_of(kv_type)
 
     def run(*chunks: Any) -> torch.Tensor:

@@ -16,7 +16,7 @@ from cllm.kv.events import KVEvent
 from cllm.routing.index import EXPECTED_S, QUIET_S, PrefixIndex, short_hashes
 from thorough import sampled
 
-ROOT = root_name(b"")
+ROOT = root_name()
 
 
 def prompt(*tokens: int) -> list[bytes]:

@@ -35,7 +35,7 @@ REPLICAS = ("a", "b", "c", "d")
 def prompt(seed: int, blocks: int = 64, shared: int = 0) -> list[bytes]:
     """Block names; prompts of different seeds share `shared` leading blocks."""
     tokens = [n if n < shared else n + 1000 * (seed + 1) for n in range(blocks)]
-    return chain(root_name(b""), b"".join(token.to_bytes(4, "little") for token in tokens), 1)
+    return chain(root_name(), b"".join(token.to_bytes(4, "little") for token in tokens), 1)
 
 
 def make(name: str, *replicas: str, seed: int = 0) -> RoutingPolicy:

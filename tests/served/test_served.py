@@ -199,8 +199,8 @@ async def test_idle_models_are_unloaded_and_pinned_ones_stay(monkeypatch: pytest
 async def test_a_model_whose_engine_gave_up_is_loaded_again() -> None:
     async with serving("a", "b") as (client, served):
         b = served.models[1]
-        assert b.llm is not None and b.llm._engine is not None
-        await asyncio.to_thread(b.llm._engine.stop, 0)
+        assert b.llm is not None and b.llm.executor.engine is not None
+        await asyncio.to_thread(b.llm.executor.engine.stop, 0)
         assert not b.ready
         assert (await complete(client, "b")).status_code == 200
         assert b.loads == 2

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-import cllm.llm
+import cllm.executor
 from cllm.config import load_config
 from cllm.errors import ModelUnavailableError, ShuttingDownError
 from cllm.llm import AsyncLLM
@@ -36,7 +36,7 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: Exception | None = None) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
-        load_model = cllm.llm.load_model
+        load_model = cllm.executor.load_model
 
         def waiting(*args: Any) -> ModelParts:
             self.reached.set()
@@ -45,7 +45,7 @@ class Gate:
                 raise fails
             return load_model(*args)
 
-        monkeypatch.setattr(cllm.llm, "load_model", waiting)
+        monkeypatch.setattr(cllm.executor, "load_model", waiting)
 
 
 # -- room ----------------------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ async def test_a_file_that_is_another_one_now_is_estimated_anew(tmp_path: Path) 
     llm = await served.acquire(b)
     b.release()
     assert b.estimate.weights > before.weights and b.estimate.token_bytes > before.token_bytes
-    assert llm.shape.n_layers == 5 and b.account is not None and b.account.fixed == b.estimate.weights
+    assert llm.text.spec.n_layers == 5 and b.account is not None and b.account.fixed == b.estimate.weights
     await served.unload(b)
     write_model(tmp_path / "other", seed=7, n_layers=40).replace(paths[1])
     with pytest.raises(ModelUnavailableError, match=r"b needs .* one context of \d+ tokens: more than the 8 MiB"):

@@ -119,7 +119,7 @@ async def test_two_busy_models_share_a_budget_that_is_never_passed() -> None:
             await asyncio.gather(*(ask(model, prompt) for prompt in prompts for model in "ab"))
         for each in served.models:
             assert each.account is not None and each.llm is not None
-            assert each.llm.kv()["bytes"]["total"] <= each.account.kv
+            assert each.llm.executor.kv()["bytes"]["total"] <= each.account.executor.kv
 
 
 async def test_who_waits_for_another_models_memory_sleeps_and_is_served_when_it_comes() -> None:
@@ -130,10 +130,10 @@ async def test_who_waits_for_another_models_memory_sleeps_and_is_served_when_it_
         running = [
             asyncio.create_task(complete(client, "a", f"{n}{long}", max_tokens=60, ignore_eos=True)) for n in "12"
         ]
-        while a.llm is None or a.llm.snapshot().generated_tokens < 2:
+        while a.llm is None or a.llm.executor.snapshot().generated_tokens < 2:
             await asyncio.sleep(0.005)
         assert b.llm is not None and b.account is not None
-        kv, tries = b.llm._loaded.scheduler.kv, 0
+        kv, tries = b.llm.executor.parts.scheduler.kv, 0
         admit = kv.admit
 
         def counted(sequence: Any) -> int | None:
@@ -171,7 +171,7 @@ async def test_what_cannot_shrink_is_counted_as_a_whole_and_gives_way_as_a_whole
                 assert len(answer) == 8 and each.account is not None
                 if not each.estimate.is_elastic:
                     assert (each.account.kv, each.account.least) == (0, 0)
-                    assert llm.kv()["bytes"]["total"] <= each.account.fixed - each.estimate.weights
+                    assert llm.executor.kv()["bytes"]["total"] <= each.account.fixed - each.estimate.weights
                 each.release()
                 served.memories["cpu"].ledger.check()
             before = served.memories["cpu"].ledger.free
@@ -221,7 +221,7 @@ async def test_native_models_answer_to_the_bit_as_if_alone_while_memory_changes_
     try:
         for _ in range(3):
             await asyncio.gather(*(ask(name, number) for number in range(len(prompts)) for name in paths))
-        evicted = [model.llm.kv()["evictions"] for model in served.models if model.llm is not None]
+        evicted = [model.llm.executor.kv()["evictions"] for model in served.models if model.llm is not None]
         assert len(evicted) == 2 and sum(evicted) > 0
     finally:
         await served.shutdown(0)

@@ -76,7 +76,7 @@ async def test_what_was_cached_is_there_after_waking(tmp_path: Path, paths: list
             assert model.state == "unloaded"
             again, cached = await answer(served, model, prompt(1))
             assert (again, cached, model.loads) == (first[model.name][0], 688, 2)
-            assert model.llm is not None and model.llm.kv()["disk"]["loaded_tokens"] == 688
+            assert model.llm is not None and model.llm.executor.kv()["disk"]["loaded_tokens"] == 688
         served.memories["cpu"].ledger.check()
 
 
@@ -108,7 +108,11 @@ async def test_models_share_one_store_with_one_limit(tmp_path: Path, paths: list
     async with native(tmp_path / "kv", paths, kv__disk__max_mb=0.5) as (client, served):
         for number in range(6):
             await asyncio.gather(*(answer(served, model, prompt(number)) for model in served.models))
-        stores = {model.llm._loaded.disk.store for model in served.models if model.llm and model.llm._loaded.disk}
+        stores = {
+            model.llm.executor.parts.disk.store
+            for model in served.models
+            if model.llm and model.llm.executor.parts.disk
+        }
         assert len(stores) == 1
         metrics = (await client.get("/metrics")).text.splitlines()
         assert [line for line in metrics if line.startswith("cllm:kv_disk_limit_bytes")] == [
@@ -146,9 +150,9 @@ async def test_who_waits_for_memory_and_then_for_the_disk_sleeps_meanwhile(
         running = [
             asyncio.create_task(complete(client, "a", f"{n}{long}", max_tokens=60, ignore_eos=True)) for n in "12"
         ]
-        await until(lambda: a.llm is not None and a.llm.snapshot().generated_tokens >= 2)
+        await until(lambda: a.llm is not None and a.llm.executor.snapshot().generated_tokens >= 2)
         assert b.llm is not None and b.account is not None
-        kv, tries = b.llm._loaded.scheduler.kv, 0
+        kv, tries = b.llm.executor.parts.scheduler.kv, 0
         fetch = kv.fetch
 
         def counted(sequence: Any) -> bool:
@@ -178,7 +182,7 @@ async def test_unloading_while_blocks_are_read_from_disk(tmp_path: Path, monkeyp
             await served.unload(b)
             await served.load(b)
             assert b.llm is not None
-            generation = b.llm.submit([*b.llm.tokenizer.encode(long), 5], EXACT)
+            generation = b.llm.submit([*b.llm.text.tokenizer.encode(long), 5], EXACT)
             leaving = asyncio.create_task(generation.__anext__())
             await asyncio.sleep(0)  # nobody has a lease: it goes on with the load under way
             await served.unload(b)

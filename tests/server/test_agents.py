@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-
 from agent_shapes import AGENTS, Agent, read_answer, second_turn
+
 from http_kit import client_for
 from scripted_llm import ScriptedLLM
 
@@ -42,8 +42,8 @@ async def test_the_second_turn_is_cached(agent: Agent, calls: bool) -> None:
         second = await client.post(agent.path, json={**second_turn(agent, answer), **_room(agent)})
         assert second.status_code == 200, second.text
         found = read_answer(agent, second.text)
-        for pinned in llm.kv()["details"]["pins"]["prefixes"]:
-            await llm.unpin(pinned["id"])
+        for pinned in llm.executor.kv()["details"]["pins"]["prefixes"]:
+            await llm.executor.unpin(pinned["id"])
     assert answer.cached_tokens == 0 and found.prompt_tokens > answer.prompt_tokens > 500
     assert found.cached_tokens >= 0.95 * found.prompt_tokens
 

@@ -438,7 +438,7 @@ async def test_the_key_may_come_in_a_header_of_its_own(tmp_path: Path) -> None:
     async with served(llm) as app:
         async with AsyncAnthropic(base_url=app.url, api_key=key, max_retries=0) as client:
             await client.messages.create(model="tiny", max_tokens=1, messages=[USER])
-        assert llm.options[-1]["tenant"].name == "ann"
+        assert llm.submissions[-1].tenant.name == "ann"
         async with AsyncAnthropic(base_url=app.url, api_key=key[:-1], max_retries=0) as client:
             with pytest.raises(anthropic.AuthenticationError, match="x-api-key"):
                 await client.messages.create(model="tiny", max_tokens=1, messages=[USER])

@@ -75,7 +75,7 @@ async def test_model_info() -> None:
     llm = ScriptedLLM()
     async with client_for(llm) as client:
         data = (await client.get("/model/info")).json()["data"]
-        kv = llm.snapshot().kv
+        kv = llm.executor.snapshot().kv
     assert (data["name"], data["backend"], data["architecture"]) == ("tiny", "fake", "fake")
     assert (data["context_length"], data["vocab_size"]) == (65, 320)
     assert data["kv_bytes_per_token"] == kv.bytes_per_unit // kv.unit_tokens
@@ -161,7 +161,7 @@ async def test_health_is_about_the_process_and_ready_about_the_model() -> None:
 async def test_kv_is_what_the_engine_says() -> None:
     llm = ScriptedLLM()
     async with client_for(llm) as client:
-        assert (await client.get("/kv")).json() == llm.kv()
+        assert (await client.get("/kv")).json() == llm.executor.kv()
 
 
 async def test_the_app_starts_and_stops_only_an_engine_that_was_not_running() -> None:

@@ -33,7 +33,7 @@ async def test_no_tokens_are_an_empty_answer_to_a_computed_prompt(path: str, n: 
         transport = httpx.ASGITransport(app=create_app(llm, config))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             answer = (await client.post(path, json={**body, "max_tokens": 0, "n": n})).json()
-            computed = llm.snapshot().prompt_tokens
+            computed = llm.executor.snapshot().prompt_tokens
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * n
     for choice in answer["choices"]:
         assert (choice["text"] if "text" in choice else choice["message"]["content"]) == ""
@@ -70,7 +70,7 @@ async def test_a_suffix_is_refused_where_the_vocabulary_has_no_tokens_for_it() -
 async def test_a_suffix_goes_behind_the_prompt_with_the_models_tokens_around_it() -> None:
     llm = ScriptedLLM()
     async with client_for(llm) as client:
-        llm.tokenizer.infill = InfillTokens(1, 2, 3)  # type: ignore[misc]
+        llm.text.tokenizer.infill = InfillTokens(1, 2, 3)  # type: ignore[misc]
         for prompt in ("ab", [97, 98]):
             body = {"prompt": prompt, "suffix": "z"}
             assert (await client.post("/v1/completions", json=body)).status_code == 200

@@ -126,13 +126,9 @@ async def test_every_parameter_arrives_in_the_engine() -> None:
     assert (params.seed, params.logprobs, params.stop, params.stop_token_ids) == (11, 3, ("x", "y"), [5])
     assert (params.ignore_eos, params.min_tokens) == (True, 2)
     assert params.context_window == ContextWindow(recent=40, keep=3)
-    assert llm.options[0] == {
-        "priority": -4,
-        "timeout_s": 2.5,
-        "tenant": ANONYMOUS,
-        "session": None,
-        "pins": [],
-    }
+    asked = llm.submissions[0]
+    assert (asked.priority, asked.timeout_s, asked.tenant, asked.session) == (-4, 2.5, ANONYMOUS, None)
+    assert (asked.pins, asked.generated, asked.replica, asked.embeds) == ([], None, None, False)
 
 
 async def test_null_and_absent_mean_the_default(llm: ScriptedLLM) -> None:
@@ -141,13 +137,9 @@ async def test_null_and_absent_mean_the_default(llm: ScriptedLLM) -> None:
     await post(llm, "/v1/completions", {"prompt": "hi"})
     assert llm.generations[0].request.params == llm.generations[1].request.params
     assert llm.generations[0].request.params.max_tokens == 16
-    assert llm.options[0] == {
-        "priority": 0,
-        "timeout_s": None,
-        "tenant": ANONYMOUS,
-        "pins": [],
-        "session": None,
-    }
+    asked = llm.submissions[0]
+    assert (asked.priority, asked.timeout_s, asked.tenant, asked.session) == (0, None, ANONYMOUS, None)
+    assert asked.pins == []
 
 
 @pytest.mark.parametrize(
@@ -221,14 +213,14 @@ async def test_completion_logprobs(llm: ScriptedLLM, streamed: bool) -> None:
 
 async def test_whole_and_streamed_answers_are_the_models_of_the_description(llm: ScriptedLLM) -> None:
     """They are written by hand, in pieces; the models are what is documented."""
-    llm.text = 'Quote " and \\ and \u2028 and 漢 ' * 2
+    llm.says = 'Quote " and \\ and \u2028 and 漢 ' * 2
     sampled = {"n": 2, "max_tokens": 36, "logprobs": 2, "stop_token_ids": [5]}
     completion = await post(llm, "/v1/completions", {"prompt": ["a", "b"], **sampled})
     assert CompletionReply.model_validate(completion).model_dump(exclude_unset=True) == completion
-    assert [choice["text"] for choice in completion["choices"]] == [llm.text[:32]] * 4
+    assert [choice["text"] for choice in completion["choices"]] == [llm.says[:32]] * 4
     chat = await post(llm, "/v1/chat/completions", {"messages": [USER], **sampled, "logprobs": True, "top_logprobs": 1})
     assert ChatReply.model_validate(chat).model_dump(exclude_unset=True) == chat
-    assert [choice["message"]["content"] for choice in chat["choices"]] == [llm.text[:32]] * 2
+    assert [choice["message"]["content"] for choice in chat["choices"]] == [llm.says[:32]] * 2
 
 
 @pytest.mark.single
@@ -468,7 +460,7 @@ async def test_a_client_that_leaves_stops_its_generations(path: str, body: dict[
 
 
 async def test_leaving_a_stream_half_read_stops_its_generation(client: AsyncOpenAI, app: TrackedApp) -> None:
-    llm: ScriptedLLM = app.app.state.cllm.serves
+    llm: ScriptedLLM = app.app.state.cllm.serves.default.llm
     llm.hold(2)
     stream = await client.completions.create(model="tiny", prompt="hi", stream=True)
     async for event in stream:
@@ -562,7 +554,7 @@ async def test_a_long_prompt_is_tokenised_off_the_event_loop(monkeypatch: pytest
         return [1]
 
     async with client_for(llm) as client:
-        monkeypatch.setattr(llm.tokenizer, "encode", encode)
+        monkeypatch.setattr(llm.text.tokenizer, "encode", encode)
         for size in (10, 50_000):
             await client.post("/v1/completions", json={"prompt": "x" * size})
     assert threads == {10: True, 50_000: False}

@@ -197,7 +197,7 @@ async def test_text_has_the_log_probabilities_of_its_own_tokens(streamed: bool) 
     """Those of reasoning and calls, with all their marks, belong to no text."""
     call = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
     llm = ScriptedLLM(max_context=4096, template="{% if tools %}<tool_call>{% endif %}{# <think></think> #}" + TEMPLATE)
-    llm.text = f"<think>So.</think>\n\nI see. {call}\n{call} It <b> rains. "
+    llm.says = f"<think>So.</think>\n\nI see. {call}\n{call} It <b> rains. "
     body = {"include": ["message.output_text.logprobs"], "tools": [TOOL]}
     whole = (await events_of(llm, body))[-1]["response"] if streamed else (await post(llm, body)).json()
     parts = [item["content"][0] for item in whole["output"] if item["type"] == "message"]

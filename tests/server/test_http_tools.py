@@ -119,7 +119,7 @@ async def scored(llm: ScriptedLLM, *, streamed: bool, **body: Any) -> str:
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_every_tokens_log_probability_comes_once(streamed: bool) -> None:
     llm = fake(f"<think>x</think>Well. <tool_call>{CALL}</tool_call> ", template=HERMES + THINKS.removesuffix(TEMPLATE))
-    assert await scored(llm, streamed=streamed) == llm.text
+    assert await scored(llm, streamed=streamed) == llm.says
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -133,7 +133,7 @@ async def test_hidden_reasoning_that_is_cut_off_has_no_log_probabilities() -> No
     for length in range(1, len("<think>x </think>\n")):
         llm = fake("<think>x </think>\nWell.", template=HERMES + THINKS.removesuffix(TEMPLATE))
         shown = await scored(llm, streamed=True, include_reasoning=False, max_tokens=length)
-        assert shown == (llm.text[:length] if length < len("<think>") else "")
+        assert shown == (llm.says[:length] if length < len("<think>") else "")
 
 
 async def test_cut_off_arguments_end_with_length() -> None:
@@ -285,7 +285,7 @@ async def test_reasoning(
 
 async def test_plain_chats_pass_by_all_this() -> None:
     llm = ScriptedLLM(text="<think>x</think><tool_call>")
-    assert (await choice(llm))["message"]["content"] == llm.text
+    assert (await choice(llm))["message"]["content"] == llm.says
     assert not llm.compiled
 
 

@@ -130,7 +130,7 @@ async def test_who_runs_shows_what_was_dropped() -> None:
         params = SamplingParams(max_tokens=100_000, ignore_eos=True, context_window=ContextWindow(64))
         generation = llm.submit("on and on", params)
         async for _ in generation:
-            running = llm.kv()["details"]["running"]
+            running = llm.executor.kv()["details"]["running"]
             if running and running[0]["dropped"] >= 96:
                 break
         assert running[0]["blocks"] * 16 <= 128 < running[0]["computed"]

@@ -336,7 +336,7 @@ async def test_many_who_come_and_go_leave_nothing_behind() -> None:
             await asyncio.gather(*(visit(number) for number in range(20)))
         await generation.aclose()
         await watchers_gone(llm, app)
-        assert llm._engine is not None and llm._engine.views.latest is None
+        assert llm.executor.engine is not None and llm.executor.engine.views.latest is None
 
 
 async def test_a_stream_ends_with_the_server() -> None:
@@ -399,7 +399,7 @@ async def test_a_picture_shows_the_last_change_though_nothing_happens_any_more()
             _ = [delta async for delta in llm.submit(f"prompt number {number} of many", LONG)]
         while reader.known["now"]["generated_tokens"] < 5 * 2000 or reader.known["requests"]:
             reader = await anext(events)
-        assert np.count_nonzero(reader.codes) == llm.kv()["evictable"]
+        assert np.count_nonzero(reader.codes) == llm.executor.kv()["evictable"]
 
 
 # -- the benchmark -------------------------------------------------------------------------------------------------

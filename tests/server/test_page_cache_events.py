@@ -73,14 +73,14 @@ async def test_the_stream_tells_every_block_that_is_stored_and_removed() -> None
 
 
 def _counted(llm: AsyncLLM) -> tuple[int, int]:
-    kv = llm.kv()
+    kv = llm.executor.kv()
     return kv["blocks_stored"], kv["blocks_removed"]
 
 
 def _ends(llm: AsyncLLM) -> list[bytes]:
-    kv = llm._loaded.scheduler.kv
+    kv = llm.executor.parts.scheduler.kv
     assert isinstance(kv, PagedKVManager)
-    return [node.names[-1] for node in kv._prefixes.tree.nodes()]
+    return [node.names[-1] for node in kv.arena.prefixes.tree.nodes()]
 
 
 async def test_slots_tell_the_blocks_that_their_sequences_spell() -> None:
@@ -114,9 +114,9 @@ async def test_pins_are_in_the_stream_by_the_number_of_their_prefix() -> None:
 
 async def test_a_listener_goes_with_the_last_watcher() -> None:
     async with page_of() as (llm, app):
-        kv = llm._loaded.scheduler.kv
+        kv = llm.executor.parts.scheduler.kv
         assert isinstance(kv, PagedKVManager)
-        listeners = kv._arena.events._listeners
+        listeners = kv.arena.events._listeners
         async with reading(app.url) as events:
             await anext(events)
             assert len(listeners) == 1

@@ -46,7 +46,7 @@ def llm_with(path: Path, **server: Any) -> ScriptedLLM:
 async def tenant_seen(llm: ScriptedLLM, key: str) -> Any:
     async with client_for(llm) as client:
         assert (await client.post("/v1/completions", json=PROMPT, headers=bearer(key))).status_code == 200
-    return llm.options[-1]["tenant"]
+    return llm.submissions[-1].tenant
 
 
 # -- who is let in -------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ async def test_a_client_cannot_choose_its_space(path: Path, keys: dict[str, str]
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
         sent = {**bearer(keys["ann"]), f"x-{field}": "bob", "x-request-id": "bob"}
         await client.post("/v1/completions", json={**PROMPT, "user": "bob"}, headers=sent)
-    assert llm.options[-1]["tenant"].name == "ann"
+    assert llm.submissions[-1].tenant.name == "ann"
 
 
 @asynccontextmanager
@@ -361,7 +361,7 @@ async def test_the_engines_counts_arrive_and_the_log_has_the_name(
     caplog.set_level(logging.INFO, "cllm")
     async with running(path, layout) as client:
         app: Any = client._transport.app  # type: ignore[attr-defined]
-        app.state.cllm.serves.observers.append(RequestLog())
+        app.state.cllm.serves.default.observers.append(RequestLog())
         for _ in range(2):
             await client.post("/v1/completions", json=PATHS["/v1/completions"], headers=bearer(keys["bob"]))
         text = (await client.get("/metrics")).text

@@ -71,7 +71,7 @@ class LongContext(FakeBackend):
 
     def collect(self, chunks: Sequence[Chunk]) -> StepResult:
         wanted = sum(chunk.wanted_logits for chunk in chunks)
-        return StepResult(np.zeros((wanted, self.shape.n_vocab), np.float32))
+        return StepResult(np.zeros((wanted, self.spec.n_vocab), np.float32))
 
 
 @pytest.fixture

@@ -18,9 +18,11 @@ import pytest
 
 from cllm.config import Config, load_config
 from cllm.engine.params import SamplingParams
+from cllm.engine.submission import Submission
 from cllm.engine.tenant import ANONYMOUS, COMMON, Tenant
 from cllm.errors import BackendError, ConfigError
-from cllm.llm import AsyncLLM
+from cllm.kv.pins import PinMark
+from cllm.llm import ONE_TOKEN, AsyncLLM
 from cllm.server.app import create_app
 from cllm.server.auth.key_file import add_key
 from cllm.tasks.warm import warm_up
@@ -403,10 +405,10 @@ async def test_the_page_shows_what_is_pinned() -> None:
         config = fake_config(layout=layout, warm=[LONG, {"prompt": SYSTEM, "pin": False}])
         async with AsyncLLM(config) as llm:
             await warm_up(llm, config.kv.warm, lambda shared: ANONYMOUS)
-            llm.watch()
-            while (picture := llm.view()) is None:
+            llm.executor.watch()
+            while (picture := llm.executor.view()) is None:
                 await asyncio.sleep(0.01)
-            llm.unwatch()
+            llm.executor.unwatch()
         pins = {prefix.pins: prefix.users for prefix in picture.kv.prefixes}
         assert pins == {0: 0, 1: 0}
 
@@ -464,14 +466,14 @@ async def test_marks_of_a_key_pin_in_its_own_space(tmp_path: Path) -> None:
 
 
 async def lose_memory(llm: AsyncLLM) -> None:
-    engine = llm._running
+    engine = llm.executor.engine
     await asyncio.wrap_future(engine.call(lambda: engine._rebuild(BackendError("lost", fatal=True))))
 
 
 async def until_pinned(llm: AsyncLLM, count: int) -> list[dict[str, Any]]:
     for _ in range(500):
-        lost = await llm.lost_pins()
-        found: list[dict[str, Any]] = llm._loaded.scheduler.kv.details()["pins"]["prefixes"]
+        lost = await llm.executor.lost_pins()
+        found: list[dict[str, Any]] = llm.executor.parts.scheduler.kv.details()["pins"]["prefixes"]
         if not lost and len(found) == count and all(pin["state"] == "pinned" for pin in found):
             return found
         await asyncio.sleep(0.01)
@@ -484,8 +486,9 @@ async def test_what_was_pinned_is_computed_again_when_memory_is_lost(caplog: pyt
     async with AsyncLLM(config) as llm:
         create_app(llm, config)
         await warm_up(llm, config.kv.warm, lambda shared: COMMON)
-        tokens = llm.tokenizer.encode(LONG.upper())
-        await llm.warm(tokens, pin=True, ttl_s=500, tenant=Tenant("ann", b"ann"), source="request")
+        tokens = llm.text.tokenizer.encode(LONG.upper())
+        pins = [PinMark(len(tokens), 500)]
+        await llm.warm(Submission(tokens, ONE_TOKEN, tenant=Tenant("ann", b"ann"), pins=pins))
         before = await until_pinned(llm, 3)
         for _ in range(2):
             await lose_memory(llm)
@@ -510,11 +513,11 @@ async def test_what_cannot_be_pinned_again_is_given_up(
     async with AsyncLLM(config) as llm:
         create_app(llm, config)
         await warm_up(llm, config.kv.warm, lambda shared: ANONYMOUS)
-        monkeypatch.setattr(llm._loaded.scheduler.kv._pins, "limit_bytes", 0)  # type: ignore[attr-defined]
+        monkeypatch.setattr(llm.executor.parts.scheduler.kv.pins.all, "limit_bytes", 0)  # type: ignore[attr-defined]
         await lose_memory(llm)
         for _ in range(500):
-            if not await llm.lost_pins():
+            if not await llm.executor.lost_pins():
                 break
             await asyncio.sleep(0.01)
-        assert await llm.lost_pins() == [] and llm.snapshot().kv.pins == 0
+        assert await llm.executor.lost_pins() == [] and llm.executor.snapshot().kv.pins == 0
     assert caplog.text.count("could not be restored: it needs") == 2

@@ -18,8 +18,9 @@ from cllm.backends.base import Chunk, StepResult
 from cllm.backends.fake import FakeBackend
 from cllm.engine.loop import Engine
 from cllm.engine.params import SamplingParams
-from cllm.engine.request import Output, build_request
+from cllm.engine.request import Output, Terms, build_request
 from cllm.engine.scheduler import Scheduler
+from cllm.engine.submission import Submission
 from cllm.errors import CLLMError, ConfigError
 from cllm.kv.ops import BlockGeometry, BlockOps
 from cllm.kv.paged.manager import PagedKVManager
@@ -242,20 +243,7 @@ class LiveRun:
         conversation = self._conversations[key]
         prompt = conversation.next_prompt()
         params = SamplingParams(max_tokens=conversation.turns[len(conversation.prompts) - 1].answer, temperature=0.0)
-        self._engine.submit(
-            build_request(
-                key,
-                prompt,
-                params,
-                arrival=self._clock(),
-                timeout_s=1e9,
-                priority=0,
-                eos_ids=frozenset(),
-                seed=0,
-                max_context=1 << 30,
-                vocab_size=1000,
-            )
-        )
+        self._engine.submit(build_request(Submission(prompt, params, key), Terms(1 << 30, 1000), arrival=self._clock()))
 
     def _take(self, outputs: list[Output]) -> None:
         for output in outputs:

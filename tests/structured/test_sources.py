@@ -9,7 +9,7 @@ import pytest
 
 from cllm.dialect.tools import Tool
 from cllm.structured.schemas import lenient
-from cllm.structured.structure import Kind, Structure
+from cllm.structured.structure import Structure, StructureKind
 from cllm.text.tokenizer import ByteTokenizer
 from structured_kit import by_schema, grammar
 
@@ -96,7 +96,7 @@ def fits(structure: Structure, text: str) -> bool:
         ("json_schema", json.dumps({"const": "\x01"}), [r'"\u0001"'], ['""']),
     ],
 )
-def test_texts(kind: Kind, source: str, yes: list[str], no: list[str]) -> None:
+def test_texts(kind: StructureKind, source: str, yes: list[str], no: list[str]) -> None:
     structure = Structure(kind, source)
     assert [text for text in yes if not fits(structure, text)] == []
     assert [text for text in no if fits(structure, text)] == []
@@ -131,7 +131,7 @@ def test_schemas_in_grammars_are_bounded_too() -> None:
     ],
     ids=lambda each: str(each)[:12],
 )
-def test_hostile_structures_are_refused_at_once(kind: Kind, source: str, said: str) -> None:
+def test_hostile_structures_are_refused_at_once(kind: StructureKind, source: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         grammar(Structure(kind, source))
 
@@ -144,7 +144,7 @@ def behind(schema: dict[str, Any], steps: int) -> dict[str, Any]:
     return schema if steps == 0 else {"properties": {"a": behind(schema, steps - 1)}}
 
 
-HOSTILE: dict[str, tuple[Kind, Any]] = {
+HOSTILE: dict[str, tuple[StructureKind, Any]] = {
     "brackets that are not closed": ("json_schema", {"type": "string", "pattern": f"^(?=a){'[' * LONG}"}),
     "a long expression": ("regex", ".*" * LONG),
     "a long pattern": ("json_schema", {"type": "string", "pattern": ".*" * LONG}),
@@ -221,7 +221,7 @@ def test_an_escape_that_is_no_character_is_named() -> None:
 
 
 @pytest.mark.parametrize(("kind", "source"), [("regex", "a("), ("structural_tag", '{"type": "x", "format": {}}')])
-def test_errors_show_no_grammar_that_the_client_did_not_write(kind: Kind, source: str) -> None:
+def test_errors_show_no_grammar_that_the_client_did_not_write(kind: StructureKind, source: str) -> None:
     with pytest.raises(ValueError, match=r"unclosed group$|`format` is not supported$"):
         grammar(Structure(kind, source))
 

@@ -76,7 +76,7 @@ def test_names_of_special_tokens_in_text_stay_text(tmp_path: Path) -> None:
 
 def test_ids_that_the_tokenizer_does_not_know_are_empty(tmp_path: Path) -> None:
     model, tokenizer = opened(tmp_path)
-    assert tokenizer.vocab_size == model.shape.n_vocab == 300
+    assert tokenizer.vocab_size == model.spec.n_vocab == 300
     assert tokenizer.token_bytes(299) == b"" and tokenizer.token_text(1) == "</s>"
 
 

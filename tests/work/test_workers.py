@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from cllm.config.work import WorkConfig
+from cllm.config.server import WorkConfig
 from cllm.errors import (
     BackendError,
     InvalidRequestError,
@@ -236,7 +236,7 @@ def test_a_program_without_a_loop() -> None:
 
 _PROGRAM = """
 import asyncio, os, sys
-from cllm.config.work import WorkConfig
+from cllm.config.server import WorkConfig
 from cllm.work.parents import FIRST
 from cllm.work.pool import Job, Workers
 async def main():

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm.kv.ops import BlockOps, Geometry, HostRows, SlotOps
-from cllm.models.shape import ModelShape
+from cllm.models.spec import ModelSpec
 
 Logits = NDArray[np.float32]
 
@@ -188,7 +188,7 @@ class Backend(ABC):
 
     traits: BackendTraits
     """Final once memory is allocated: `allocate` may replace it."""
-    shape: ModelShape
+    spec: ModelSpec
     batch_splits: int = 0
     """How often a step had to be split."""
 

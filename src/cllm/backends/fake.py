@@ -30,7 +30,7 @@ from cllm.backends.base import (
 from cllm.backends.scoring import pool_rows, score_rows
 from cllm.errors import BackendError, StepAbortedError
 from cllm.kv.ops import BlockGeometry, BlockOps, Geometry, Move, SavedKV, SlotGeometry, SlotOps
-from cllm.models.shape import ModelShape
+from cllm.models.spec import AttentionSpec, LayerSpec, ModelSpec
 
 CONTEXT = 4096
 """Without a longer one being asked for."""
@@ -62,7 +62,7 @@ class FakeBackend(Backend):
     ) -> None:
         """It imitates either layout: the memory that it is given decides, `layout` says which to give it."""
         self.traits = replace(self.traits, layout=layout)
-        self.shape = ModelShape("fake", 1, 8, 1, 1, 2, 2, vocab_size, context_length)
+        self.spec = ModelSpec("fake", 8, vocab_size, context_length, (LayerSpec(AttentionSpec(1, 1, 2, 2)),))
         self.faults = Faults()
         self.latency_s = latency_s
         self.computed_tokens = 0
@@ -80,7 +80,7 @@ class FakeBackend(Backend):
 
     @property
     def kv_identity(self) -> dict[str, str | int]:
-        return {"vocabulary": self.shape.n_vocab}
+        return {"vocabulary": self.spec.n_vocab}
 
     def allocate(self, geometry: Geometry) -> None:
         self._geometry = geometry
@@ -112,7 +112,7 @@ class FakeBackend(Backend):
         if self.latency_s and self._aborted.wait(self.latency_s):
             raise StepAbortedError("the step was aborted")
         wanted = [row for chunk in chunks for row in self._compute(chunk)]
-        logits = np.stack(wanted) if wanted else np.empty((0, self.shape.n_vocab), dtype=np.float32)
+        logits = np.stack(wanted) if wanted else np.empty((0, self.spec.n_vocab), dtype=np.float32)
         return StepResult(logits, None, {i: self._read(chunk) for i, chunk in enumerate(chunks) if chunk.asks})
 
     def _read(self, chunk: Chunk) -> PromptScores | Hidden:
@@ -121,7 +121,7 @@ class FakeBackend(Backend):
             scored = np.stack(rows)[: len(chunk.asks.targets)]
             return score_rows(scored, chunk.asks.targets, chunk.asks.top)
         assert isinstance(chunk.asks, Pooling)
-        return pool_rows(np.stack(rows)[:, : self.shape.n_embd], chunk, chunk.asks)
+        return pool_rows(np.stack(rows)[:, : self.spec.n_embd], chunk, chunk.asks)
 
     def _compute(self, chunk: Chunk) -> list[Logits]:
         tokens = np.asarray(chunk.tokens, dtype=np.int32)

@@ -24,8 +24,8 @@ from cllm.cli.config import app as config_commands
 from cllm.cli.export_tokenizer import export_tokenizer
 from cllm.cli.generate import generate
 from cllm.cli.keys import app as key_commands
-from cllm.cli.memory import NO_MEMORY, is_out_of_memory
 from cllm.cli.models import models
+from cllm.cli.out_of_memory import NO_MEMORY, is_out_of_memory
 from cllm.cli.pull import pull
 from cllm.cli.serve import serve
 from cllm.errors import CLLMError

@@ -9,7 +9,7 @@ import typer
 
 from cllm.cli.options import ConfigOption, SetOption, load_settings, open_console
 from cllm.errors import CLLMError
-from cllm.observe.json_option import JsonOption, is_stdout, write_json
+from cllm.observe.json_option import JsonOption, write_or_show
 
 if TYPE_CHECKING:
     from cllm.kv.disk.overview import ModelOnDisk, Overview
@@ -32,10 +32,7 @@ def show(
     if context.invoked_subcommand is not None:
         return
     found = _look(directory)
-    if json_file:
-        write_json(json_file, _as_json(found, directory, limit))
-    if not is_stdout(json_file):
-        _print(found, directory, limit)
+    write_or_show(json_file, _as_json(found, directory, limit), lambda: _print(found, directory, limit))
 
 
 @app.command()

@@ -21,7 +21,7 @@ from cllm.cli.options import (
     print_status,
 )
 from cllm.errors import ConfigError
-from cllm.observe.json_option import JsonOption, is_stdout, write_json
+from cllm.observe.json_option import JsonOption, write_or_show
 
 if TYPE_CHECKING:
     from cllm.cluster.models import ClusterModel
@@ -116,10 +116,7 @@ def status(address: AddressOption = None, json_file: JsonOption = None) -> None:
     found = overview(where)
     if found is None:
         raise ConfigError(f"the Ray cluster at {where} does not run cLLM: `cllm cluster up` deploys it")
-    if json_file:
-        write_json(json_file, _as_json(found))
-    if not is_stdout(json_file):
-        _print_overview(found)
+    write_or_show(json_file, _as_json(found), lambda: _print_overview(found))
 
 
 @app.command()

@@ -9,7 +9,7 @@ import typer
 
 from cllm.cli.command_list import CommandList
 from cllm.cli.options import ConfigOption, SetOption, load_settings, open_console
-from cllm.observe.json_option import JsonOption, is_stdout, write_json
+from cllm.observe.json_option import JsonOption, write_or_show
 
 if TYPE_CHECKING:
     from cllm.config import LoadedConfig
@@ -24,10 +24,7 @@ app = typer.Typer(cls=CommandList, help="Show or check the configuration.", no_a
 def show(config_file: ConfigOption = None, assignments: SetOption = None, json_file: JsonOption = None) -> None:
     """Print every setting: its value, where it was set, and what it does."""
     rows = _rows(load_settings(config_file, assignments))
-    if json_file:
-        write_json(json_file, rows)
-    if not is_stdout(json_file):
-        _print_table(rows)
+    write_or_show(json_file, rows, lambda: _print_table(rows))
 
 
 @app.command()

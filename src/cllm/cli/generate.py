@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cllm.cli.memory import check_memory, explain_bus_errors
 from cllm.cli.options import (
     BackendOption,
     ConfigOption,
@@ -23,6 +22,7 @@ from cllm.cli.options import (
     print_status,
     sampling_flags,
 )
+from cllm.cli.out_of_memory import check_memory, explain_bus_errors
 from cllm.errors import InvalidRequestError
 from cllm.observe.json_option import JsonOption, is_stdout, write_json
 
@@ -79,7 +79,12 @@ async def _generate(config: Config, prompt: str, params: SamplingParams, json_fi
 
     async with AsyncLLM(config, before_mapping=explain_bus_errors) as llm:
         (completion,) = await llm.submit(prompt, params).collect(on_delta=write)
-        result = {"model": llm.model_name, "backend": llm.backend_name, "prompt": prompt, **as_json(completion)}
+        result = {
+            "model": llm.model_name,
+            "backend": llm.text.facts.traits.name,
+            "prompt": prompt,
+            **as_json(completion),
+        }
     if not json_on_stdout:
         print()
     print_status(statistics(completion))

@@ -13,15 +13,13 @@ from collections.abc import Iterator
 
 import uvicorn
 
-from cllm.cli.memory import explain_bus_errors
+from cllm.cli.out_of_memory import explain_bus_errors
 from cllm.config import Config
-from cllm.llm import AsyncLLM
-from cllm.machine.garbage import keep_loaded_objects
+from cllm.machine.resident import keep_loaded_objects
 from cllm.models.registry import resolve
 from cllm.observe.log import EfficiencyLog, RequestLog, setup_logging, stop_logging
-from cllm.served import ServedModels
+from cllm.served import open_models
 from cllm.server.app import create_app
-from cllm.server.cllm.warm import warming_up
 from cllm.server.http.listening import bind, explain, url_of, uvicorn_config
 from cllm.server.state import ServerState
 
@@ -50,8 +48,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, config: Config, listener: socket.socket) -> None:
         self.exit_code = 0
-        serving = ServedModels if config.models else AsyncLLM
-        self._serves = serving(config, before_mapping=explain_bus_errors)
+        self._serves = open_models(config, before_mapping=explain_bus_errors)
         self._settings = config
         self._listener = listener
         self._serving: asyncio.Task[None] | None = None
@@ -71,24 +68,24 @@ class Server(uvicorn.Server):
         keep_loaded_objects()
         background = [asyncio.create_task(each.run()) for each in efficiency]
         try:
-            async with warming_up(self._state):
-                self._listen()
-                await super().serve(sockets)
+            self._listen()
+            await super().serve(sockets)
         finally:
             for task in background:
                 task.cancel()
+            await self._state.end_background()
             await (self._closing or self._serves.shutdown(0))
             await self._state.close()
 
     def _observe(self) -> list[EfficiencyLog]:
         """Log the requests and the cache efficiency of every model."""
         interval_s = self._settings.log.efficiency_interval_s
-        if isinstance(self._serves, AsyncLLM):
-            self._serves.observers.append(RequestLog())
-            return [EfficiencyLog(self._serves.snapshot, interval_s)]
+        logs = []
         for served in self._serves.models:
-            served.observers.append(RequestLog(served.name))
-        return [EfficiencyLog(served.snapshot, interval_s, served.name) for served in self._serves.models]
+            name = served.name if self._serves.sharing is not None else None
+            served.observers.append(RequestLog(name))
+            logs.append(EfficiencyLog(served.snapshot, interval_s, name))
+        return logs
 
     def _on_signal(self, number: signal.Signals) -> None:
         now = time.monotonic()
@@ -132,8 +129,8 @@ class Server(uvicorn.Server):
 
     def _what_is_served(self) -> str:
         serves = self._serves
-        if isinstance(serves, AsyncLLM):
-            return f"{serves.model_name}, {serves.backend_name}"
+        if serves.sharing is None and serves.default.llm is not None:
+            return f"{serves.default.name}, {serves.default.llm.text.facts.traits.name}"
         loaded = [served.name for served in serves.models if served.ready]
         others = [served.name for served in serves.models if not served.ready]
         parts = ((loaded, "loaded"), (others, "on first use"))

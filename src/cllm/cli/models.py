@@ -12,7 +12,7 @@ import typer
 from cllm.cli import completion
 from cllm.cli.options import BackendOption, ConfigOption, SetOption, load_settings, open_console
 from cllm.errors import CLLMError
-from cllm.observe.json_option import JsonOption, is_stdout, write_json
+from cllm.observe.json_option import JsonOption, write_or_show
 
 if TYPE_CHECKING:
     from cllm.config import Config
@@ -42,10 +42,7 @@ def models(
     logging.getLogger("cllm").setLevel(logging.ERROR)  # the table shows which backend would run it
     found = _named(places) if places else local_models()
     rows = [_row(config, name, path) for name, path in found]
-    if json_file:
-        write_json(json_file, rows)
-    if not is_stdout(json_file):
-        _print(rows, asked=places or ())
+    write_or_show(json_file, rows, lambda: _print(rows, asked=places or ()))
     if any("problem" in row and row["name"] in (places or ()) for row in rows):  # only for models given by name
         raise typer.Exit(2)
 

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from cllm.cli import completion
-from cllm.cli.memory import check_memory
 from cllm.cli.options import (
     MODEL_HELP,
     BackendOption,
@@ -17,6 +16,7 @@ from cllm.cli.options import (
     check_device,
     load_settings,
 )
+from cllm.cli.out_of_memory import check_memory
 
 
 def serve(

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
-from cllm.cluster.messages import ENDS_ALL, Accepted, Cancel, Ended, Job, News, Progress, Refusal, Route
+from cllm.cluster.messages import ENDS_ALL, Accepted, Cancel, Ended, Job, Progress, Refusal, Route
 from cllm.cluster.peers import Peer
 from cllm.cluster.routing_view import RoutingView
 from cllm.engine.observer import Observers, record_of
@@ -52,10 +52,8 @@ class ReplicaCalls(Protocol):
 class _Running:
     """A request that has not ended."""
 
-    def __init__(self, request: Request, only: str | None) -> None:
+    def __init__(self, request: Request) -> None:
         self.request = request
-        self.only = only
-        """The replica that must work on it, if it is one in particular."""
         loop = asyncio.get_running_loop()
         self.accepted: asyncio.Future[None] = loop.create_future()
         """Done when a replica has accepted it for the first time, or when it has failed before."""
@@ -85,9 +83,9 @@ class _Running:
         return self.peer is None and (self.job is None or self.job.route is None or self.job.route.chosen is None)
 
     @property
-    def number(self) -> int:
-        """The number of the job under way."""
-        return -1 if self.job is None else self.job.number
+    def name(self) -> str:
+        """The name of the job under way."""
+        return "" if self.job is None else self.job.name
 
     def is_with(self, peer: Peer) -> bool:
         """Whether this replica works on it, or was chosen to."""
@@ -132,18 +130,21 @@ class Dispatcher:
         self._max_sends = max_sends
         self._numbers = itertools.count(1)
         self._running: dict[str, _Running] = {}
-        self._jobs: dict[int, _Running] = {}
+        self._jobs: dict[str, _Running] = {}
 
     @property
     def streams(self) -> int:
         """Requests that have not ended."""
         return len(self._running)
 
+    @property
+    def requests(self) -> list[Request]:
+        return [running.request for running in self._running.values()]
+
     # -- what the ingress asks ---------------------------------------------------------------------------------
 
-    def start(self, request: Request, only: str | None = None) -> None:
-        """`only`: the replica that must work on it, if it is one in particular."""
-        running = self._running[request.id] = _Running(request, only)
+    def start(self, request: Request) -> None:
+        running = self._running[request.id] = _Running(request)
         # Not in the context of the HTTP request: behind Ray Serve's proxy, it would give all jobs of it one id.
         running.task = contextvars.Context().run(asyncio.create_task, self._carry(running))
 
@@ -164,7 +165,7 @@ class Dispatcher:
         _end_answer(running.request, index)
         running.stopped[index] = reason
         if running.peer is not None:
-            running.peer.link.send(Cancel(running.number, index, reason))
+            running.peer.link.send(Cancel(running.name, index, reason))
 
     def fail_all(self, error: Exception) -> None:
         for running in list(self._running.values()):
@@ -187,41 +188,35 @@ class Dispatcher:
     async def _send(self, running: _Running) -> None:
         """Have a replica work on it until it ends, or the replica does."""
         job = running.job = self._job(running)
-        self._jobs[job.number] = running
+        self._jobs[job.name] = running
         try:
             await self._follow(running, job)
         finally:
-            self._jobs.pop(job.number, None)
+            self._jobs.pop(job.name, None)
 
     def _job(self, running: _Running) -> Job:
-        request = running.request
+        request, asked = running.request, running.request.submission
         running.peer, running.lost, running.drained = None, False, False
         running.changed.clear()
-        params = request.params if request.params.seed is not None else replace(request.params, seed=request.seed)
-        generated = running.generated
-        names = self._view.names(request.prompt.tobytes(), request.tenant.space)
-        return Job(
-            ingress=self._ingress,
-            number=next(self._numbers),
-            request_id=request.id,
-            prompt=request.prompt,
-            params=params,
-            priority=request.priority,
+        submission = replace(
+            asked,
+            request_id=f"{request.id}~{next(self._numbers)}",
+            params=asked.params if asked.params.seed is not None else replace(asked.params, seed=request.seed),
             timeout_s=max(0.0, request.deadline - time.monotonic()),
-            tenant=request.tenant,
-            pins=request.pins,
-            embeds=request.embeds,
-            generated=generated,
-            route=Route(
-                names,
-                len(request.prompt),
-                request.session,
-                self._weights,
-                _longest(request),
-                running.tried,
-                running.only,
-            ),
+            generated=running.generated,
+            grammar=None,  # the replica compiles its own
+            shown=None,
         )
+        route = Route(
+            self._view.names(request.prompt.tobytes(), asked.tenant.space),
+            len(request.prompt),
+            asked.session,
+            self._weights,
+            _longest(request),
+            running.tried,
+            asked.replica,
+        )
+        return Job(self._ingress, submission, route)
 
     async def _follow(self, running: _Running, job: Job) -> None:
         response = self._replicas.run.remote(job)
@@ -309,8 +304,8 @@ class Dispatcher:
         running.waits_since = time.monotonic()
         if running.job is not None and running.job.route is not None and running.job.route.chosen is not None:
             running.tried.add(running.job.route.chosen)
-        if running.only is not None:
-            self._fail(running, ModelUnavailableError(f"the replica {running.only} is gone"))
+        if (only := running.request.submission.replica) is not None:
+            self._fail(running, ModelUnavailableError(f"the replica {only} is gone"))
             return
         if running.sends >= self._max_sends:
             message = f"{running.sends} replicas were lost while they worked on this request"
@@ -324,19 +319,19 @@ class Dispatcher:
 
     def _stop_job(self, running: _Running, reason: FinishReason) -> None:
         if running.peer is not None:
-            running.peer.link.send(Cancel(running.number, None, reason))
+            running.peer.link.send(Cancel(running.name, None, reason))
 
     # -- what replicas say -------------------------------------------------------------------------------------
 
-    def _of(self, peer: Peer, number: int) -> _Running | None:
+    def _of(self, peer: Peer, job: str) -> _Running | None:
         """None: the request has ended, or is with another replica by now."""
-        running = self._jobs.get(number)
-        return running if running is not None and running.number == number and running.peer in (None, peer) else None
+        running = self._jobs.get(job)
+        return running if running is not None and running.name == job and running.peer in (None, peer) else None
 
     def on_accepted(self, peer: Peer, message: Accepted) -> None:
-        running = self._of(peer, message.number)
+        running = self._of(peer, message.job)
         if running is None:
-            peer.link.send(Cancel(message.number, None, FinishReason.CANCELLED))
+            peer.link.send(Cancel(message.job, None, FinishReason.CANCELLED))
             return
         running.peer = peer
         if running.job is not None and (route := running.job.route) is not None:
@@ -345,28 +340,30 @@ class Dispatcher:
         if not running.accepted.done():
             running.accepted.set_result(None)
         for index, reason in running.stopped.items():
-            peer.link.send(Cancel(message.number, index, reason))
+            peer.link.send(Cancel(message.job, index, reason))
 
-    def on_news(self, peer: Peer, news: News) -> None:
-        running = self._of(peer, news.number)
+    def on_output(self, peer: Peer, output: Output) -> None:
+        """From a replica, where the request has the name of its job."""
+        running = self._of(peer, output.request_id)
         if running is None or running.ended:
             return
-        if isinstance(news.error, ShuttingDownError) or (isinstance(news.error, BackendError) and news.error.fatal):
+        error = output.error
+        if isinstance(error, ShuttingDownError) or (isinstance(error, BackendError) and error.fatal):
             running.lost = True
-            running.drained = isinstance(news.error, ShuttingDownError)
+            running.drained = isinstance(error, ShuttingDownError)
             running.changed.set()
             return
         request = running.request
-        output = Output(request.id, *news[1:])
-        if isinstance(output.error, RequestTimeoutError):
-            output = output._replace(error=_timed_out(request))
+        output = output._replace(
+            request_id=request.id, error=_timed_out(request) if isinstance(error, RequestTimeoutError) else error
+        )
         _mirror(request, output, time.monotonic())
         self._deliver([output])
         if output.reason is not None and (request.unfinished == 0 or output.reason in ENDS_ALL):
             self._end(running, output.reason, output.error)
 
     def on_progress(self, peer: Peer, message: Progress) -> None:
-        running = self._of(peer, message.number)
+        running = self._of(peer, message.job)
         if running is not None and not running.ended and running.request.first_token_at is None:
             first = running.request.sequences[0]
             first.num_computed = min(message.computed, first.n_prompt)
@@ -376,10 +373,10 @@ class Dispatcher:
             running.request.cached_tokens = message.cached
 
     def on_ended(self, peer: Peer, message: Ended) -> None:
-        running = self._of(peer, message.number)
+        running = self._of(peer, message.job)
         if running is None:
             return
-        for mark, done in zip(running.request.pins, message.pins, strict=True):
+        for mark, done in zip(running.request.submission.pins, message.pins, strict=True):
             mark.pin_id, mark.pinned_tokens = done.pin_id, done.pinned_tokens
             mark.left_s, mark.refusal = done.left_s, done.refusal
         running.changed.set()

@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 
 from cllm.cluster.link import Link
-from cllm.cluster.messages import ENDS_ALL, Ended, Job, News, Progress, portable
+from cllm.cluster.messages import ENDS_ALL, Ended, Progress, portable
 from cllm.engine.request import FinishReason, Output, Request
 
 
 class Forwarder:
     """A `Sink` of the engine's outputs. `ended` is done after the last one, or when nobody waits for more."""
 
-    def __init__(self, link: Link, job: Job, request: Request) -> None:
+    def __init__(self, link: Link, request: Request) -> None:
         self.request = request
         self.link = link
-        self.number = job.number
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        ended = 0 if job.generated is None else sum(tokens is None for tokens in job.generated)
-        self._unfinished = job.params.n - ended
+        self._unfinished = request.unfinished
         self._reported = -1
 
     @property
@@ -28,7 +26,7 @@ class Forwarder:
     def take(self, output: Output, now: float) -> None:
         if output.error is not None:
             output = output._replace(error=portable(output.error))
-        self.link.send(News(self.number, *output[1:]))
+        self.link.send(output)
         if output.reason is None and output.error is None:
             return
         self._unfinished -= 1
@@ -38,7 +36,7 @@ class Forwarder:
     def fail(self, error: Exception) -> None:
         """End all answers with an error."""
         if not self.done:
-            self.link.send(News(self.number, 0, None, None, FinishReason.ERROR, None, portable(error), 0, None))
+            self.link.send(Output(self.request.id, 0, None, None, FinishReason.ERROR, None, portable(error), 0))
             self._end()
 
     def abandon(self) -> None:
@@ -51,9 +49,9 @@ class Forwarder:
         computed = self.request.computed
         if not self.request.generated and computed != self._reported:
             self._reported = computed
-            self.link.send(Progress(self.number, computed, self.request.cached_tokens))
+            self.link.send(Progress(self.request.id, computed, self.request.cached_tokens))
 
     def _end(self) -> None:
         if not self.done:
-            self.link.send(Ended(self.number, self.request.pins))
+            self.link.send(Ended(self.request.id, self.request.submission.pins))
             self.ended.set_result(None)

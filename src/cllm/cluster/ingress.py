@@ -12,12 +12,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cllm.cluster.http_listener import HttpListener
 from cllm.cluster.models import cluster_models
 from cllm.cluster.overview import Seen, seen_model
-from cllm.cluster.remote_llm import RemoteLLM
-from cllm.cluster.remote_models import RemoteModels
+from cllm.cluster.remote import RemoteExecutor
+from cllm.cluster.remote_models import remote_models
 from cllm.config import Config
+from cllm.llm import AsyncLLM
 from cllm.loading.open_model import ModelShare
 from cllm.loading.text_work import PRELOADED
-from cllm.machine.garbage import keep_loaded_objects
+from cllm.machine.resident import keep_loaded_objects
 from cllm.observe.log import RequestLog, setup_logging
 from cllm.server.app import create_app
 from cllm.server.http.listening import url_of
@@ -68,14 +69,15 @@ class Ingress:
         models = cluster_models(config)
         workers = Workers(config.work, PRELOADED)
         workers.open()
-        share = ModelShare(workers=workers) if config.models else None
-        llms = [
-            RemoteLLM(model.config, handle, deployment=model.deployment, version=model.version, share=share)
+        share = ModelShare(workers=workers)
+        self._executors = {
+            model.deployment: RemoteExecutor(model.config, handle, deployment=model.deployment, version=model.version)
             for model, handle in zip(models, replicas, strict=True)
-        ]
+        }
+        llms = [AsyncLLM(model.config, share=share, executor=self._executors[model.deployment]) for model in models]
         await asyncio.gather(*(llm.start() for llm in llms))
-        self._llms = dict(zip((model.deployment for model in models), llms, strict=True))
-        self._serves = RemoteModels(config, llms) if config.models else llms[0]
+        self._workers = workers
+        self._serves = remote_models(config, llms)
         for llm in llms:
             llm.observers.append(RequestLog(llm.model_name if config.models else None))
         app = create_app(self._serves, config, servers=config.cluster.ingresses)
@@ -92,10 +94,8 @@ class Ingress:
     async def seen(self) -> Seen:
         """For `cllm cluster status`."""
         await self._serves.refresh()
-        serves = self._serves
-        names = [each.name for each in serves.models] if isinstance(serves, RemoteModels) else [None]
-        found = zip(names, self._llms.items(), strict=True)
-        return Seen(self._url, {deployment: seen_model(llm, name) for name, (deployment, llm) in found})
+        found = zip(self._serves.models, self._executors.items(), strict=True)
+        return Seen(self._url, {name: seen_model(executor, served.name) for served, (name, executor) in found})
 
     async def __del__(self) -> None:
         """Ray Serve kills it `drain_s` after this began."""
@@ -103,11 +103,14 @@ class Ingress:
             self._listener.stop_accepting()
         await self._until_idle()
         await self._serves.shutdown()  # ends what is left with an error
+        self._workers.close()
         if self._listener is not None:
             await self._listener.close()
         await self._state.close()
 
     async def _until_idle(self) -> None:
         until = asyncio.get_running_loop().time() + self._drain_s
-        while any(llm.streams for llm in self._llms.values()) and asyncio.get_running_loop().time() < until:
+        while (
+            any(executor.streams for executor in self._executors.values()) and asyncio.get_running_loop().time() < until
+        ):
             await asyncio.sleep(_IDLE_S)

@@ -24,6 +24,7 @@ from cllm.cluster.messages import (
     portable,
 )
 from cllm.errors import CLLMError, ShuttingDownError, describe
+from cllm.executor import LocalExecutor
 from cllm.kv.events import Listener
 from cllm.llm import AsyncLLM
 from cllm.observe.metrics import MetricsObserver
@@ -40,11 +41,13 @@ REPORT_S = 1.0
 class LinkServer:
     def __init__(self, llm: AsyncLLM, replica: str, observer: MetricsObserver) -> None:
         self.secret = secrets.token_bytes(32)
-        self.forwarders: dict[tuple[str, int], Forwarder] = {}
+        self.forwarders: dict[tuple[str, str], Forwarder] = {}
         """By ingress and job."""
         self.calls: dict[str, Callable[..., Awaitable[Any]]] = {}
         """What an ingress may call, by name."""
+        assert isinstance(llm.executor, LocalExecutor)
         self._llm = llm
+        self._executor = llm.executor
         self._replica = replica
         self._observer = observer
         self._links: dict[str, Link] = {}
@@ -75,7 +78,7 @@ class LinkServer:
         return ReplicaStats(queued, sum(request.unfinished for request in requests))
 
     async def report(self) -> Report:
-        return Report(self._llm.snapshot(), self._llm.kv(), self._observer)
+        return Report(self._executor.snapshot(), self._executor.kv(), self._observer)
 
     # -- one ingress -------------------------------------------------------------------------------------------
 
@@ -105,7 +108,7 @@ class LinkServer:
 
     def _take(self, link: Link, ingress: str, message: Any) -> None:
         if isinstance(message, Cancel):
-            forwarder = self.forwarders.get((ingress, message.number))
+            forwarder = self.forwarders.get((ingress, message.job))
             if forwarder is not None:
                 self._llm.cancel(forwarder.request.id, message.answer, message.reason)
                 if message.answer is None:
@@ -147,9 +150,9 @@ class LinkServer:
     async def _tell_cache(self, link: Link) -> None:
         """Everything that enters and leaves the prefix cache."""
         try:
-            listener = await self._llm.listen()
+            listener = await self._executor.listen()
             block_tokens = self._block_tokens if listener is not None else 0
-            link.send(Hello(self._replica, self._llm.facts, block_tokens, os.getpid()))
+            link.send(Hello(self._replica, self._llm.text.facts, block_tokens, os.getpid()))
             if listener is None:
                 return
             await self._tell_content(link)
@@ -167,7 +170,7 @@ class LinkServer:
                 await self._tell_content(link)
 
     async def _tell_content(self, link: Link) -> None:
-        number, names = await self._llm.held_names()
+        number, names = await self._executor.held_names()
         link.send(CacheContent(number, list(names)))
 
     async def _tell_load(self, link: Link) -> None:

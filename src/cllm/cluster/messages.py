@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import pickle
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from cllm.backends.base import PromptScores
-from cllm.engine.params import SamplingParams
-from cllm.engine.reading import Embedding
 from cllm.engine.request import FinishReason
-from cllm.engine.resuming import Generated
-from cllm.engine.sampling import TokenLogprob
 from cllm.engine.stats import EngineSnapshot
-from cllm.engine.tenant import Tenant
+from cllm.engine.submission import Submission
 from cllm.errors import BackendError, CLLMError, describe
 from cllm.kv.events import KVEvent
 from cllm.kv.pins import PinMark
@@ -65,30 +59,23 @@ class Route:
 
 @dataclass(slots=True)
 class Job:
-    """A request on its way to a replica. When it is sent again, that is another job, with another number."""
+    """A request on its way to a replica. When it is sent again, that is another job, with another name."""
 
     ingress: str
-    number: int
-    request_id: str
-    prompt: array[int]
-    params: SamplingParams
-    """With a seed."""
-    priority: int
-    timeout_s: float
-    tenant: Tenant
-    pins: Sequence[PinMark]
-    embeds: bool
-    generated: Generated | None
-    """None: from the beginning."""
+    submission: Submission
+    """Its `request_id` is the job's name. It has a seed, what is left of its time, and no compiled grammar."""
     route: Route | None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__ if name != "route"}
+    @property
+    def name(self) -> str:
+        return self.submission.request_id
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __getstate__(self) -> tuple[str, Submission]:
+        return self.ingress, self.submission
+
+    def __setstate__(self, state: tuple[str, Submission]) -> None:
+        self.ingress, self.submission = state
         self.route = None
-        for name, value in state.items():
-            setattr(self, name, value)
 
 
 class Refusal(NamedTuple):
@@ -100,7 +87,7 @@ class Refusal(NamedTuple):
     """Whether another replica may take it."""
 
 
-# -- replica to ingress ------------------------------------------------------------------------------------------------
+# -- replica to ingress, with the `Output`s of its jobs ----------------------------------------------------------------
 
 
 class Hello(NamedTuple):
@@ -112,27 +99,13 @@ class Hello(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    number: int
-
-
-class News(NamedTuple):
-    """An `Output` of the engine, for the job with this number."""
-
-    number: int
-    answer: int
-    token_id: int | None
-    logprob: TokenLogprob | None
-    reason: FinishReason | None
-    stop_token: int | None
-    error: Exception | None
-    cached_tokens: int
-    read: PromptScores | Embedding | None
+    job: str
 
 
 class Progress(NamedTuple):
     """How far a job's prompt is, while it is being computed."""
 
-    number: int
+    job: str
     computed: int
     cached: int
 
@@ -140,7 +113,7 @@ class Progress(NamedTuple):
 class Ended(NamedTuple):
     """The last message about a job."""
 
-    number: int
+    job: str
     pins: Sequence[PinMark]
 
 
@@ -185,7 +158,7 @@ class Greeting(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    number: int
+    job: str
     answer: int | None
     """None: all."""
     reason: FinishReason

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from cllm.cluster.remote_llm import RemoteLLM
+    from cllm.cluster.remote import RemoteExecutor
     from cllm.engine.stats import EngineSnapshot
 
 ASK_S = 10.0
@@ -37,11 +37,11 @@ class Seen(NamedTuple):
     """By deployment."""
 
 
-def seen_model(llm: RemoteLLM, name: str | None = None) -> SeenModel:
-    """`name`: what one of several models is called."""
-    reports = {peer.name: peer.report for peer in llm.peers}
+def seen_model(executor: RemoteExecutor, name: str) -> SeenModel:
+    assert executor.text is not None
+    reports = {peer.name: peer.report for peer in executor.peers}
     replicas = {id: seen_replica(report.snapshot) for id, report in reports.items() if report is not None}
-    return SeenModel(name or llm.config.model.alias or llm.facts.name, llm.facts.traits.name, replicas)
+    return SeenModel(name, executor.text.facts.traits.name, replicas)
 
 
 def seen_replica(snapshot: EngineSnapshot) -> SeenReplica:

@@ -20,13 +20,13 @@ from cllm.cluster.messages import (
     Greeting,
     Hello,
     Load,
-    News,
     Progress,
     Reply,
     Report,
 )
 from cllm.cluster.routing_view import Address, RoutingView
 from cllm.cluster.totals import ReplicaState, ReplicaStatus
+from cllm.engine.request import Output
 from cllm.errors import ModelUnavailableError
 from cllm.loading.facts import ModelFacts
 
@@ -41,7 +41,7 @@ class JobListener(Protocol):
 
     def on_accepted(self, peer: Peer, message: Accepted) -> None: ...
 
-    def on_news(self, peer: Peer, message: News) -> None: ...
+    def on_output(self, peer: Peer, output: Output) -> None: ...
 
     def on_progress(self, peer: Peer, message: Progress) -> None: ...
 
@@ -211,8 +211,8 @@ class Peers:
 
     def _take(self, peer: Peer, message: Any) -> None:
         match message:
-            case News():
-                self._jobs.on_news(peer, message)
+            case Output():
+                self._jobs.on_output(peer, message)
             case Accepted():
                 self._jobs.on_accepted(peer, message)
             case Progress():

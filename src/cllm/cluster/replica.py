@@ -15,7 +15,7 @@ from cllm.config import Config
 from cllm.llm import AsyncLLM
 from cllm.loading.facts import ModelFacts
 from cllm.machine import read_cpus
-from cllm.machine.garbage import keep_loaded_objects
+from cllm.machine.resident import keep_loaded_objects
 from cllm.observe.log import setup_logging
 
 
@@ -39,7 +39,7 @@ class Replica:
 
     async def facts(self, version: str) -> ModelFacts | None:
         """None: its settings are not those that the ingress has. One of the two is about to be replaced."""
-        return self._llm.facts if version == self._version else None
+        return self._llm.text.facts if version == self._version else None
 
     # -- called by Ray Serve -----------------------------------------------------------------------------------
 
@@ -48,7 +48,7 @@ class Replica:
         return {"host": self._host, "port": self._core.port, "secret": self._core.secret.hex()}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        return {KV_USE: self._llm.snapshot().kv.used_fraction}
+        return {KV_USE: self._llm.executor.snapshot().kv.used_fraction}
 
     def check_health(self) -> None:
         if not self._llm.ready:

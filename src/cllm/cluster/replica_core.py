@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
+from functools import partial
 
 from cllm.cluster.forwarder import Forwarder
 from cllm.cluster.link import Link
 from cllm.cluster.link_server import LinkServer
 from cllm.cluster.messages import Accepted, Job, Refusal, portable
-from cllm.engine.request import Request
+from cllm.engine.submission import Submission
 from cllm.engine.tenant import ANONYMOUS, Tenant
 from cllm.errors import CLLMError, ConfigError, OverloadedError, ShuttingDownError
 from cllm.llm import AsyncLLM
@@ -39,7 +41,7 @@ class ReplicaCore:
         self._warming = asyncio.create_task(self._warm_up())
         if self._llm.config.kv.warm_before_ready:
             await self._warming
-        self._links.calls = {"unpin": self._llm.unpin, "report": self._links.report}
+        self._links.calls = {"unpin": self._llm.executor.unpin, "report": self._links.report}
         self.port = await self._links.start()
 
     async def _warm_up(self) -> None:
@@ -68,7 +70,7 @@ class ReplicaCore:
 
     @property
     def facts(self) -> ModelFacts:
-        return self._llm.facts
+        return self._llm.text.facts
 
     async def run(self, job: Job) -> Refusal | None:
         """Ends when the job has ended."""
@@ -76,7 +78,7 @@ class ReplicaCore:
         if link is None:
             return Refusal(self.name, ShuttingDownError(_NO_LINK), elsewhere=True)
         try:
-            forwarder = await self._submit(job, link)
+            forwarder = await self._submit(job.submission, link)
         except (OverloadedError, ShuttingDownError) as error:
             return Refusal(self.name, error, elsewhere=True)
         except CLLMError as error:
@@ -84,9 +86,9 @@ class ReplicaCore:
         if link.closed:  # while a grammar was compiled
             self._llm.cancel(forwarder.request.id)
             return Refusal(self.name, ShuttingDownError(_NO_LINK), elsewhere=True)
-        key = job.ingress, job.number
+        key = job.ingress, job.name
         self._links.forwarders[key] = forwarder
-        link.send(Accepted(job.number))
+        link.send(Accepted(job.name))
         try:
             await forwarder.ended
         except asyncio.CancelledError:
@@ -96,35 +98,10 @@ class ReplicaCore:
             del self._links.forwarders[key]
         return None
 
-    async def _submit(self, job: Job, link: Link) -> Forwarder:
-        structure = job.params.structured
-        grammar = None if structure is None else await self._llm.compile(structure)
-        request_id = f"{job.request_id}~{job.number}"
-
-        def forwarder_of(request: Request) -> Forwarder:
-            return Forwarder(link, job, request)
-
-        if job.embeds:
-            return self._llm.submit_embedding_to(
-                forwarder_of,
-                job.prompt,
-                request_id=request_id,
-                priority=job.priority,
-                timeout_s=job.timeout_s,
-                tenant=job.tenant,
-            )
-        return self._llm.submit_to(
-            forwarder_of,
-            job.prompt,
-            job.params,
-            request_id=request_id,
-            priority=job.priority,
-            timeout_s=job.timeout_s,
-            tenant=job.tenant,
-            pins=job.pins,
-            grammar=grammar,
-            generated=job.generated,
-        )
+    async def _submit(self, submission: Submission, link: Link) -> Forwarder:
+        if (structure := submission.params.structured) is not None:
+            submission = replace(submission, grammar=await self._llm.text.compile(structure))
+        return self._llm.queue_for(submission, partial(Forwarder, link))
 
 
 def _for_everyone(shared: bool) -> Tenant:

@@ -136,11 +136,11 @@ class RoutingView:
         """The names of a prompt's whole blocks, as the prefix caches of replicas name them (kv/paged/prefix_cache.py):
         blocks that everyone shares first, as far as any replica has them, then those of the prompt's own space."""
         size, step = self._block_tokens, self._block_tokens * TOKEN_BYTES
-        if space == COMMON_SPACE or not self._held(chain(root_name(b"", COMMON_SPACE), prompt[:step], size)):
-            return chain(root_name(b"", space), prompt, size)
-        common = chain(root_name(b"", COMMON_SPACE), prompt, size)
+        if space == COMMON_SPACE or not self._held(chain(root_name(COMMON_SPACE), prompt[:step], size)):
+            return chain(root_name(space), prompt, size)
+        common = chain(root_name(COMMON_SPACE), prompt, size)
         common = common[: self._held(common)]
-        return [*common, *chain(root_name(common[-1], space), prompt[len(common) * step :], size)]
+        return [*common, *chain(root_name(space, common[-1]), prompt[len(common) * step :], size)]
 
     def _held(self, names: Sequence[bytes]) -> int:
         """How many of these blocks, from the first on, some replica has."""

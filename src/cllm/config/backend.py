@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-
-from cllm.config.section import Section
+from cllm.config.section import Section, setting
 
 BackendType = Literal["auto", "native", "llama_cpp", "torch", "fake"]
 InstructionSet = Literal["auto", "amx", "avx512", "avxvnni", "avx2", "generic"]
@@ -15,66 +13,53 @@ LLAMA_CPP_MAX_SEQ = 256
 
 
 class NativeConfig(Section):
-    instruction_set: InstructionSet = Field(
-        default="auto",
-        description="CPU instruction set for the native engine and for sampling; auto: the best one the CPU has",
+    instruction_set: InstructionSet = setting(
+        "auto", "CPU instruction set for the native engine and for sampling; auto: the best one the CPU has"
     )
 
 
 class LlamaCppConfig(Section):
-    n_seq_max: int = Field(
-        default=8,
-        ge=1,
-        le=LLAMA_CPP_MAX_SEQ,
-        description="maximum number of concurrent sequences, each with a slot for a full context",
+    n_seq_max: int = setting(
+        8, "maximum number of concurrent sequences, each with a slot for a full context", ge=1, le=LLAMA_CPP_MAX_SEQ
     )
-    slots_on_demand: bool = Field(
-        default=True,
-        description="allocate memory for slots when they are needed and free it when idle; false: allocate all at the "
-        "start",
+    slots_on_demand: bool = setting(
+        True, "allocate memory for slots when they are needed and free it when idle; false: allocate all at the start"
     )
-    n_batch: int = Field(default=2048, ge=1, le=1 << 20, description="maximum number of tokens per llama_decode call")
-    n_ubatch: int = Field(
-        default=512, ge=1, le=1 << 20, description="maximum number of tokens llama.cpp computes at a time"
-    )
-    flash_attention: bool = Field(default=True, description="use flash attention; required for a quantised kv_type_v")
-    mmap: bool = Field(default=True, description="map the model file into memory instead of reading it")
-    mlock: bool = Field(default=False, description="lock the model in memory, so that it is never swapped out")
+    n_batch: int = setting(2048, "maximum number of tokens per llama_decode call", ge=1, le=1 << 20)
+    n_ubatch: int = setting(512, "maximum number of tokens llama.cpp computes at a time", ge=1, le=1 << 20)
+    flash_attention: bool = setting(True, "use flash attention; required for a quantised kv_type_v")
+    mmap: bool = setting(True, "map the model file into memory instead of reading it")
+    mlock: bool = setting(False, "lock the model in memory, so that it is never swapped out")
 
 
 class TorchConfig(Section):
-    device: str = Field(
-        default="auto",
-        pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$",
-        description="auto, cpu, cuda or cuda:1; auto: a GPU if there is one",
+    device: str = setting(
+        "auto", "auto, cpu, cuda or cuda:1; auto: a GPU if there is one", pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$"
     )
-    dtype: Literal["auto", "bf16", "f16", "f32", "fp8"] = Field(
-        default="auto",
-        description="type of the weights in memory; auto: bf16 on a GPU (f16 below compute capability 8.0), f32 on a "
+    dtype: Literal["auto", "bf16", "f16", "f32", "fp8"] = setting(
+        "auto",
+        "type of the weights in memory; auto: bf16 on a GPU (f16 below compute capability 8.0), f32 on a "
         "CPU; fp8: half the size of bf16 (a GPU needs compute capability 8.9)",
     )
-    batch_invariant: bool = Field(
-        default=False,
-        description="make answers bit-identical whatever else runs in the batch; slower (native always does this)",
+    batch_invariant: bool = setting(
+        False, "make answers bit-identical whatever else runs in the batch; slower (native always does this)"
     )
 
 
 class FakeConfig(Section):
-    layout: Literal["paged", "slots"] = Field(default="paged", description="layout of the KV cache to imitate")
-    latency_ms: float = Field(default=0.0, ge=0, le=60_000, description="duration of every step")
-    vocab_size: int = Field(
-        default=320, ge=258, le=1 << 20, description="size of the vocabulary: 256 bytes, BOS, EOS and fillers"
-    )
+    layout: Literal["paged", "slots"] = setting("paged", "layout of the KV cache to imitate")
+    latency_ms: float = setting(0.0, "duration of every step", ge=0, le=60_000)
+    vocab_size: int = setting(320, "size of the vocabulary: 256 bytes, BOS, EOS and fillers", ge=258, le=1 << 20)
 
 
 class BackendConfig(Section):
-    type: BackendType = Field(
-        default="auto",
-        description="engine that runs the model; auto: torch for Hugging Face directories or with a GPU, otherwise "
+    type: BackendType = setting(
+        "auto",
+        "engine that runs the model; auto: torch for Hugging Face directories or with a GPU, otherwise "
         "native, or llama_cpp for models that native cannot run",
     )
-    threads: int | None = Field(
-        default=None, ge=1, le=1024, description="number of compute threads (null: based on the CPUs available to cLLM)"
+    threads: int | None = setting(
+        None, "number of compute threads (null: based on the CPUs available to cLLM)", ge=1, le=1024
     )
     native: NativeConfig = NativeConfig()
     llama_cpp: LlamaCppConfig = LlamaCppConfig()

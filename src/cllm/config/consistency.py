@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from operator import gt, lt
+from typing import TYPE_CHECKING, Any
 
 from cllm.config.errors import as_yaml
 
@@ -22,31 +23,33 @@ KV_TYPES = {
 NATIVE_TILE_TOKENS = 16
 """The native engine stores this many tokens of a block together."""
 
+_RAISE = "raise the first or lower the second"
+_HOLDS_ALL = "the cache must hold every sequence that may run"
+_LOWER = "lower the first or raise the second"
+_N_SEQ_MAX, _N_BATCH = "backend.llama_cpp.n_seq_max", "backend.llama_cpp.n_batch"
+
 Describe = Callable[[str], str]
 """Turns a key into "key is value (origin)"."""
 
 
 def check_consistency(config: Config, origins: Mapping[str, str]) -> list[str]:
     """One line for each contradiction. `origins` says where each value was set."""
-    gap, target = config.scheduler.max_gap_ms, config.scheduler.inter_token_target_ms
     describe = partial(_describe, config, origins)
-    if gap is not None and gap < target:
-        return [
-            f"{describe('scheduler.max_gap_ms')} but {describe('scheduler.inter_token_target_ms')}: "
-            "the maximum must not be less than the mean; raise the first or lower the second"
-        ]
-    held, running = config.resources.kv_cache_max_size, config.scheduler.max_running
-    if held is not None and running is not None and held < running:
-        return [
-            f"{describe('resources.kv_cache_max_size')} but {describe('scheduler.max_running')}: the cache must hold "
-            "every sequence that may run; raise the first or lower the second"
-        ]
-    if config.server.max_bodies_bytes < config.server.max_body_bytes:
-        return [
-            f"{describe('server.max_bodies_bytes')} but {describe('server.max_body_bytes')}: "
-            "the limit for all bodies must not be less than the limit for one; raise the first or lower the second"
-        ]
-    if problems := _check_cluster(config, describe):
+    less = partial(_compare, config, describe, lt)
+    if problems := (
+        less(
+            "scheduler.max_gap_ms",
+            "scheduler.inter_token_target_ms",
+            f"the maximum must not be less than the mean; {_RAISE}",
+        )
+        or less("resources.kv_cache_max_size", "scheduler.max_running", f"{_HOLDS_ALL}; {_RAISE}")
+        or less(
+            "server.max_bodies_bytes",
+            "server.max_body_bytes",
+            f"the limit for all bodies must not be less than the limit for one; {_RAISE}",
+        )
+        or _check_cluster(config, describe)
+    ):
         return problems
     kind = config.backend.type
     return [] if kind == "auto" else check_backend_consistency(config, kind, origins)
@@ -56,8 +59,9 @@ def check_backend_consistency(config: Config, kind: str, origins: Mapping[str, s
     """The same for one backend's settings."""
     describe = partial(_describe, config, origins or {})
     problems = _check_kv_types(config, kind, describe)
-    if kind == "native":
-        return problems + _check_native(config, describe)
+    if kind == "native" and config.resources.block_size % NATIVE_TILE_TOKENS:
+        size = describe("resources.block_size")
+        problems.append(f"{size}: the native backend needs a multiple of {NATIVE_TILE_TOKENS}")
     return problems + _check_llama_cpp(config, describe) if kind == "llama_cpp" else problems
 
 
@@ -65,82 +69,62 @@ def _describe(config: Config, origins: Mapping[str, str], key: str) -> str:
     return f"{key} is {as_yaml(config.at(key))}" + (f" ({origins[key]})" if key in origins else "")
 
 
+def _compare(
+    config: Config, describe: Describe, is_wrong: Callable[[Any, Any], bool], first: str, second: str, why: str
+) -> list[str]:
+    """The problem of two settings, one line, or none. Settings that are not set have no problem."""
+    one, other = config.at(first), config.at(second)
+    if one is None or other is None or not is_wrong(one, other):
+        return []
+    return [f"{describe(first)} but {describe(second)}: {why}"]
+
+
 def _check_cluster(config: Config, describe: Describe) -> list[str]:
     cluster, scaling = config.cluster, config.cluster.autoscaling
-    problems = []
-    if scaling.max_replicas is not None and scaling.max_replicas < scaling.min_replicas:
+    most, least = "cluster.autoscaling.max_replicas", "cluster.autoscaling.min_replicas"
+    problems = _compare(config, describe, lt, most, least, _RAISE)
+    scales = scaling.max_replicas is not None and not problems
+    if scales and not scaling.min_replicas <= cluster.first_replicas <= cluster.most_replicas:
         problems.append(
-            f"{describe('cluster.autoscaling.max_replicas')} but {describe('cluster.autoscaling.min_replicas')}: "
-            "raise the first or lower the second"
-        )
-    elif scaling.max_replicas is not None and not (
-        scaling.min_replicas <= cluster.first_replicas <= scaling.max_replicas
-    ):
-        problems.append(
-            f"{describe('cluster.replicas')}, which is not between {describe('cluster.autoscaling.min_replicas')} and "
-            f"{describe('cluster.autoscaling.max_replicas')}: change or remove the first"
+            f"{describe('cluster.replicas')}, which is not between {describe(least)} and {describe(most)}: "
+            "change or remove the first"
         )
     if cluster.gpus > 1 and not cluster.gpus.is_integer():
         problems.append(f"{describe('cluster.gpus')}: more than one GPU must be a whole number")
     if cluster.gpus > 0 and config.backend.type not in ("auto", "torch"):
-        problems.append(
-            f"{describe('cluster.gpus')} but {describe('backend.type')}: only torch uses GPUs; set the first to 0 or "
-            "change the second"
-        )
-    problems += [
-        f"{describe(key)} but {describe('cluster.memory_mb')}: a replica would need more memory than it reserves; "
-        "lower the first or raise the second"
-        for key in ("resources.kv_cache_max_memory_mb", "resources.max_memory_mb")
-        if cluster.memory_mb is not None and (config.at(key) or 0) > cluster.memory_mb and not cluster.gpus
-    ]
+        other = f"{describe('backend.type')}: only torch uses GPUs; set the first to 0 or change the second"
+        problems.append(f"{describe('cluster.gpus')} but {other}")
+    if not cluster.gpus:
+        why = f"a replica would need more memory than it reserves; {_LOWER}"
+        for key in ("resources.kv_cache_max_memory_mb", "resources.max_memory_mb"):
+            problems += _compare(config, describe, gt, key, "cluster.memory_mb", why)
     return problems
 
 
 def _check_kv_types(config: Config, kind: str, describe: Describe) -> list[str]:
     known = KV_TYPES.get(kind)
+    key_type, value_type = "resources.kv_type_k", "resources.kv_type_v"
     problems = [
         f"{describe(key)}: {kind} supports {', '.join(known)}"
-        for key in ("resources.kv_type_k", "resources.kv_type_v")
+        for key in (key_type, value_type)
         if known is not None and config.at(key) not in known
     ]
     if not problems and kind == "torch" and config.resources.kv_type_k != config.resources.kv_type_v:
-        problems.append(
-            f"{describe('resources.kv_type_k')} but {describe('resources.kv_type_v')}: torch uses one type for both"
-        )
+        return [f"{describe(key_type)} but {describe(value_type)}: torch uses one type for both"]
     return problems
 
 
-def _check_native(config: Config, describe: Describe) -> list[str]:
-    if config.resources.block_size % NATIVE_TILE_TOKENS == 0:
-        return []
-    return [f"{describe('resources.block_size')}: the native backend needs a multiple of {NATIVE_TILE_TOKENS}"]
-
-
 def _check_llama_cpp(config: Config, describe: Describe) -> list[str]:
-    llama, resources, scheduler = config.backend.llama_cpp, config.resources, config.scheduler
-    slots = describe("backend.llama_cpp.n_seq_max")
-    batch = describe("backend.llama_cpp.n_batch")
-    problems = []
-    if resources.kv_cache_max_size is not None and resources.kv_cache_max_size < llama.n_seq_max:
-        problems.append(
-            f"{describe('resources.kv_cache_max_size')} but {slots}: the cache must hold every sequence that may "
-            "run; raise the first or lower the second"
-        )
-    if scheduler.max_running is not None and scheduler.max_running > llama.n_seq_max:
-        problems.append(
-            f"{describe('scheduler.max_running')} but {slots}: each running request needs a sequence; "
-            "lower the first or raise the second"
-        )
-    if resources.kv_type_v != "f16" and not llama.flash_attention:
+    compare = partial(_compare, config, describe)
+    problems = [
+        *compare(lt, "resources.kv_cache_max_size", _N_SEQ_MAX, f"{_HOLDS_ALL}; {_RAISE}"),
+        *compare(gt, "scheduler.max_running", _N_SEQ_MAX, f"each running request needs a sequence; {_LOWER}"),
+        *compare(gt, "backend.llama_cpp.n_ubatch", _N_BATCH, "the first must not exceed the second"),
+        *compare(gt, "scheduler.max_step_tokens", _N_BATCH, f"a step must fit into one batch; {_LOWER}"),
+    ]
+    if config.resources.kv_type_v != "f16" and not config.backend.llama_cpp.flash_attention:
         problems.append(
             f"{describe('resources.kv_type_v')} but {describe('backend.llama_cpp.flash_attention')}: quantised values "
             "need flash attention; enable it or use f16"
-        )
-    if llama.n_ubatch > llama.n_batch:
-        problems.append(f"{describe('backend.llama_cpp.n_ubatch')} but {batch}: the first must not exceed the second")
-    if scheduler.max_step_tokens is not None and scheduler.max_step_tokens > llama.n_batch:
-        problems.append(
-            f"{describe('scheduler.max_step_tokens')} but {batch}: a step must fit into one batch; "
-            "lower the first or raise the second"
         )
     return problems

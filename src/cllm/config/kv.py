@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
 
-from cllm.config.section import Section
+from cllm.config.section import Section, must_be, setting
 from cllm.kv.window import MIN_RECENT
 
 Role = Literal["system", "developer", "user", "assistant"]
@@ -43,103 +42,81 @@ class WarmPrefix(Section):
         given = [name for name in ("prompt", "messages", "file") if getattr(self, name) is not None]
         if len(given) != 1:
             found = " and ".join(given) if given else "none of them"
-            raise PydanticCustomError(
-                "warm", "{problem}", {"problem": f"one of prompt, messages and file, not {found}"}
-            )
+            raise must_be(f"one of prompt, messages and file, not {found}")
         if self.role is not None and self.messages is not None:
-            problem = "messages, or a text with a role, not both"
-            raise PydanticCustomError("warm", "{problem}", {"problem": problem})
+            raise must_be("messages, or a text with a role, not both")
         return self
 
 
 class WindowConfig(Section):
-    recent: int | None = Field(
-        default=None,
-        ge=MIN_RECENT,
-        description="rolling window: minimum number of recent tokens to keep, for requests that set no "
+    recent: int | None = setting(
+        None,
+        "rolling window: minimum number of recent tokens to keep, for requests that set no "
         "context_window; answers may then grow beyond the context (null: no window)",
+        ge=MIN_RECENT,
     )
-    keep: int = Field(
-        default=4, ge=0, description="first tokens of the prompt that always stay in the window (attention sinks)"
-    )
+    keep: int = setting(4, "first tokens of the prompt that always stay in the window (attention sinks)", ge=0)
 
 
 class DiskConfig(Section):
-    enabled: bool = Field(
-        default=True,
-        description="keep the K/V of prompts and answers on disk across restarts (fake backend: only if set "
-        "explicitly)",
+    enabled: bool = setting(
+        True, "keep the K/V of prompts and answers on disk across restarts (fake backend: only if set explicitly)"
     )
-    directory: Path | None = Field(
-        default=None,
-        strict=False,
-        description="directory of the K/V on disk; servers may share it (null: kv in cLLM's cache directory)",
+    directory: Path | None = setting(
+        None, "directory of the K/V on disk; servers may share it (null: kv in cLLM's cache directory)", strict=False
     )
-    max_mb: float = Field(
-        default=2048.0,
-        gt=0,
-        le=1e9,
-        description="hard limit of the directory's size in MiB, over all models and servers",
+    max_mb: float = setting(
+        2048.0, "hard limit of the directory's size in MiB, over all models and servers", gt=0, le=1e9
     )
 
 
 class HostConfig(Section):
-    max_mb: float | None = Field(
-        default=None,
-        ge=0,
-        description="host memory in MiB per model for K/V evicted from the GPU, so that it need not be computed again "
+    max_mb: float | None = setting(
+        None,
+        "host memory in MiB per model for K/V evicted from the GPU, so that it need not be computed again "
         "(torch; null: a quarter of the free memory, at most the size of the GPU's KV cache; 0: none)",
+        ge=0,
     )
 
 
 class KVConfig(Section):
-    release_after_s: float | None = Field(
-        default=10.0,
-        gt=0,
-        description="return unused KV memory to the OS when no request has started or ended for this long, even while "
+    release_after_s: float | None = setting(
+        10.0,
+        "return unused KV memory to the OS when no request has started or ended for this long, even while "
         "answers are generated (null: never)",
+        gt=0,
     )
-    idle_mb: float | None = Field(
-        default=None,
-        ge=0,
-        description="KV memory in MiB to keep while idle, including cached prefixes (null: a quarter of the KV "
+    idle_mb: float | None = setting(
+        None,
+        "KV memory in MiB to keep while idle, including cached prefixes (null: a quarter of the KV "
         "memory, at least 8192 tokens or one slot)",
+        ge=0,
     )
-    large_pages: Literal["auto", "always", "never"] = Field(
-        default="auto",
-        description="use 2 MiB pages for KV memory (native); auto: if the OS offers them on request",
+    large_pages: Literal["auto", "always", "never"] = setting(
+        "auto", "use 2 MiB pages for KV memory (native); auto: if the OS offers them on request"
     )
-    placement: Literal["runs", "any"] = Field(
-        default="runs",
-        description="runs: place a prompt's blocks next to each other, apart from generated ones (paged backends)",
+    placement: Literal["runs", "any"] = setting(
+        "runs", "runs: place a prompt's blocks next to each other, apart from generated ones (paged backends)"
     )
-    compaction: Literal["auto", "off", "always"] = Field(
-        default="auto",
-        description="defragment the KV blocks (paged backends): when it pays, never, or always (for benchmarks)",
+    compaction: Literal["auto", "off", "always"] = setting(
+        "auto", "defragment the KV blocks (paged backends): when it pays, never, or always (for benchmarks)"
     )
-    compaction_share: float = Field(
-        default=0.03,
+    compaction_share: float = setting(
+        0.03,
+        "share of a step's time that compaction and releasing memory may take while answers are generated",
         gt=0,
         le=1,
-        description="share of a step's time that compaction and releasing memory may take while answers are generated",
     )
     window: WindowConfig = WindowConfig()
     host: HostConfig = HostConfig()
     disk: DiskConfig = DiskConfig()
-    warm: tuple[WarmPrefix, ...] = Field(
-        default=(),
-        strict=False,
-        description="prompts, messages or files to compute K/V for when the server starts (docs/warm.md)",
+    warm: tuple[WarmPrefix, ...] = setting(
+        (), "prompts, messages or files to compute K/V for when the server starts (docs/warm.md)", strict=False
     )
-    warm_before_ready: bool = Field(
-        default=True, description="accept requests only after kv.warm is computed; false: compute it while serving"
+    warm_before_ready: bool = setting(
+        True, "accept requests only after kv.warm is computed; false: compute it while serving"
     )
-    pin_limit: float = Field(
-        default=0.25,
-        ge=0,
-        lt=1,
-        description="share of the KV memory for pinned prefixes (llama_cpp: of the store); 0: no pins",
+    pin_limit: float = setting(
+        0.25, "share of the KV memory for pinned prefixes (llama_cpp: of the store); 0: no pins", ge=0, lt=1
     )
-    pin_marks: bool = Field(
-        default=True, description="pin prefixes that requests mark with cache_control, for the TTL they give"
-    )
+    pin_marks: bool = setting(True, "pin prefixes that requests mark with cache_control, for the TTL they give")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from cllm.config.section import Section
+from cllm.config.section import Section, setting
 
 OWN_SECTIONS = ("backend", "resources", "kv", "scheduler", "drafts", "prompt", "cluster")
 """Sections that a model may override."""
@@ -24,25 +24,25 @@ SHARED_KEYS = (
 
 class ModelEntry(Section):
     name: str = Field(min_length=1, description="as model.name, or a directory of models")
-    aliases: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        default=(), strict=False, description="names that clients may use; the first one is shown to them"
+    aliases: tuple[Annotated[str, Field(min_length=1)], ...] = setting(
+        (), "names that clients may use; the first one is shown to them", strict=False
     )
-    chat_template: Path | None = Field(default=None, strict=False, description="as model.chat_template")
-    sampling: dict[str, Any] = Field(default={}, description="as model.sampling")
-    load: Literal["start", "first_use"] | None = Field(
-        default=None, description="when to load it (null: at the start; models of a directory on first use)"
+    chat_template: Path | None = setting(None, "as model.chat_template", strict=False)
+    sampling: dict[str, Any] = setting({}, "as model.sampling")
+    load: Literal["start", "first_use"] | None = setting(
+        None, "when to load it (null: at the start; models of a directory on first use)"
     )
-    pinned: bool = Field(default=False, description="never unload it")
-    unload_after_s: float | None = Field(
-        default=None, gt=0, description="unload it after this idle time (null: when other models need the memory)"
+    pinned: bool = setting(False, "never unload it")
+    unload_after_s: float | None = setting(
+        None, "unload it after this idle time (null: when other models need the memory)", gt=0
     )
-    backend: dict[str, Any] = Field(default={}, description="its own settings")
-    resources: dict[str, Any] = Field(default={}, description="its own settings")
-    kv: dict[str, Any] = Field(default={}, description="its own settings")
-    scheduler: dict[str, Any] = Field(default={}, description="its own settings")
-    drafts: dict[str, Any] = Field(default={}, description="its own settings")
-    prompt: dict[str, Any] = Field(default={}, description="its own settings")
-    cluster: dict[str, Any] = Field(default={}, description="its own settings, such as replicas")
+    backend: dict[str, Any] = setting({}, "its own settings")
+    resources: dict[str, Any] = setting({}, "its own settings")
+    kv: dict[str, Any] = setting({}, "its own settings")
+    scheduler: dict[str, Any] = setting({}, "its own settings")
+    drafts: dict[str, Any] = setting({}, "its own settings")
+    prompt: dict[str, Any] = setting({}, "its own settings")
+    cluster: dict[str, Any] = setting({}, "its own settings, such as replicas")
 
     @model_validator(mode="before")
     @classmethod

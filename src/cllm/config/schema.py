@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import ValidationInfo, field_validator, model_validator
 
 from cllm.config.backend import BackendConfig
 from cllm.config.cluster import ClusterConfig
@@ -16,9 +15,8 @@ from cllm.config.errors import InvalidConfigError
 from cllm.config.kv import KVConfig
 from cllm.config.line_pattern import pattern_error
 from cllm.config.model_entry import ModelEntry
-from cllm.config.section import Section
-from cllm.config.server import ResponsesConfig, ServerConfig, StructuredConfig
-from cllm.config.work import WorkConfig
+from cllm.config.section import Section, must_be, setting
+from cllm.config.server import ResponsesConfig, ServerConfig, StructuredConfig, WorkConfig
 
 _HTTP_URL = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
 
@@ -29,151 +27,109 @@ _DEFAULT = "(null: the model authors' recommendation, or {})"
 
 
 class SamplingConfig(Section):
-    temperature: float | None = Field(
-        default=None,
-        ge=0,
-        le=100,
-        description=f"default temperature; 0 is greedy {_DEFAULT.format(1)}",
-    )
-    top_p: float | None = Field(default=None, gt=0, le=1, description=f"default top_p {_DEFAULT.format(1)}")
-    top_k: int | None = Field(
-        default=None, ge=-1, description=f"default top_k; 0 or -1: all tokens {_DEFAULT.format(0)}"
-    )
-    min_p: float | None = Field(default=None, ge=0, le=1, description=f"default min_p {_DEFAULT.format(0)}")
-    repetition_penalty: float | None = Field(
-        default=None,
-        gt=0,
-        le=100,
-        description=f"default repetition_penalty {_DEFAULT.format(1)}",
-    )
+    temperature: float | None = setting(None, f"default temperature; 0 is greedy {_DEFAULT.format(1)}", ge=0, le=100)
+    top_p: float | None = setting(None, f"default top_p {_DEFAULT.format(1)}", gt=0, le=1)
+    top_k: int | None = setting(None, f"default top_k; 0 or -1: all tokens {_DEFAULT.format(0)}", ge=-1)
+    min_p: float | None = setting(None, f"default min_p {_DEFAULT.format(0)}", ge=0, le=1)
+    repetition_penalty: float | None = setting(None, f"default repetition_penalty {_DEFAULT.format(1)}", gt=0, le=100)
 
 
 class ModelConfig(Section):
-    name: str = Field(
-        default="smollm2",
+    name: str = setting(
+        "smollm2",
+        "smollm2, a .gguf file, a Hugging Face directory, hf:org/repo, hf:org/repo:Q4_K_M or hf:org/repo/file.gguf",
         min_length=1,
-        description="smollm2, a .gguf file, a Hugging Face directory, hf:org/repo, hf:org/repo:Q4_K_M or "
-        "hf:org/repo/file.gguf",
     )
-    chat_template: Path | None = Field(
-        default=None, strict=False, description="Jinja file that replaces the model's chat template"
-    )
-    alias: str | None = Field(
-        default=None, min_length=1, description="model name shown to clients (null: the model's own)"
-    )
+    chat_template: Path | None = setting(None, "Jinja file that replaces the model's chat template", strict=False)
+    alias: str | None = setting(None, "model name shown to clients (null: the model's own)", min_length=1)
     sampling: SamplingConfig = SamplingConfig()
 
 
 class ResourcesConfig(Section):
-    kv_cache_max_size: int | None = Field(
-        default=None,
-        ge=1,
-        description="maximum number of sequences in the KV cache, running or held; pinned ones do not count (null: "
+    kv_cache_max_size: int | None = setting(
+        None,
+        "maximum number of sequences in the KV cache, running or held; pinned ones do not count (null: "
         "limited by memory only)",
+        ge=1,
     )
-    kv_cache_max_memory_mb: float | None = Field(
-        default=None, gt=0, description="hard limit of the KV memory in MiB (null: set by kv_memory_fraction)"
+    kv_cache_max_memory_mb: float | None = setting(
+        None, "hard limit of the KV memory in MiB (null: set by kv_memory_fraction)", gt=0
     )
-    max_memory_mb: float | None = Field(
-        default=None,
-        gt=0,
-        description="hard limit of the weights and KV memory of all models in MiB (null: with several models, half of "
+    max_memory_mb: float | None = setting(
+        None,
+        "hard limit of the weights and KV memory of all models in MiB (null: with several models, half of "
         "the memory that is free at the start)",
+        gt=0,
     )
-    kv_memory_fraction: float = Field(
-        default=0.25,
+    kv_memory_fraction: float = setting(
+        0.25,
+        "share of the memory left after loading the weights to use for the KV cache (on a GPU 0.9 unless set)",
         gt=0,
         le=1,
-        description="share of the memory left after loading the weights to use for the KV cache (on a GPU 0.9 unless "
-        "set)",
     )
-    max_context_length: int | None = Field(
-        default=None,
+    max_context_length: int | None = setting(
+        None,
+        "maximum number of tokens in a sequence (null: the model's own context, as far as the KV memory holds it)",
         ge=2,
-        description="maximum number of tokens in a sequence (null: the model's own context, as far as the KV memory "
-        "holds it)",
     )
-    kv_type_k: KVType = Field(
-        default="f16",
-        description="type of the cached keys; native and llama_cpp: f16, q8_0, q4_0; torch: f16, bf16, f32, fp8, int8",
+    kv_type_k: KVType = setting(
+        "f16", "type of the cached keys; native and llama_cpp: f16, q8_0, q4_0; torch: f16, bf16, f32, fp8, int8"
     )
-    kv_type_v: KVType = Field(default="f16", description="type of the cached values; torch: the same as kv_type_k")
-    block_size: int = Field(
-        default=16, ge=1, le=1024, description="tokens per KV block (paged backends; native: a multiple of 16)"
-    )
+    kv_type_v: KVType = setting("f16", "type of the cached values; torch: the same as kv_type_k")
+    block_size: int = setting(16, "tokens per KV block (paged backends; native: a multiple of 16)", ge=1, le=1024)
 
 
 class SchedulerConfig(Section):
-    max_running: int | None = Field(
-        default=None,
-        ge=1,
-        description="maximum number of running requests (null: kv_cache_max_size, at most 256, on paged backends; "
+    max_running: int | None = setting(
+        None,
+        "maximum number of running requests (null: kv_cache_max_size, at most 256, on paged backends; "
         "llama_cpp: n_seq_max)",
-    )
-    max_queue: int = Field(
-        default=256, ge=1, description="maximum number of waiting requests; more are refused with 429"
-    )
-    kv_cache_eviction_threshold: float = Field(
-        default=0.8,
-        gt=0,
-        le=1,
-        description="share of the cache in use above which held sequences are evicted (llama_cpp: of the store)",
-    )
-    eviction_policy: Literal["lru", "slru"] = Field(
-        default="lru", description="eviction order: lru, or slru, which protects prefixes that were reused"
-    )
-    inter_token_target_ms: float = Field(
-        default=100.0,
-        gt=0,
-        description="target for the mean time between tokens while other requests' prompts are computed and few of "
-        "them wait",
-    )
-    max_gap_ms: float | None = Field(
-        default=None,
-        gt=0,
-        description="maximum time between two tokens of an answer (P99), however many prompts arrive, as far as "
-        "decoding itself allows (null: 250; llama_cpp: 1000, as small prompt chunks are slower there)",
-    )
-    prefill_target_ms: float = Field(
-        default=1000.0, gt=0, description="target for the step time while only prompts are computed"
-    )
-    max_step_tokens: int | None = Field(
-        default=None,
         ge=1,
-        le=1 << 20,
-        description="maximum number of prompt tokens per step (null: 512; 8192 on a GPU)",
     )
-    watermark: float = Field(
-        default=0.02,
-        ge=0,
-        lt=1,
-        description="share of the KV memory to keep free when admitting requests (paged backends)",
+    max_queue: int = setting(256, "maximum number of waiting requests; more are refused with 429", ge=1)
+    kv_cache_eviction_threshold: float = setting(
+        0.8, "share of the cache in use above which held sequences are evicted (llama_cpp: of the store)", gt=0, le=1
     )
-    ageing_s: float = Field(
-        default=10.0, gt=0, description="waiting time after which a request moves up by one priority"
+    eviction_policy: Literal["lru", "slru"] = setting(
+        "lru", "eviction order: lru, or slru, which protects prefixes that were reused"
     )
-    request_timeout_s: float = Field(
-        default=600.0, gt=0, description="maximum age of a request; older ones end with 408"
+    inter_token_target_ms: float = setting(
+        100.0,
+        "target for the mean time between tokens while other requests' prompts are computed and few of them wait",
+        gt=0,
     )
+    max_gap_ms: float | None = setting(
+        None,
+        "maximum time between two tokens of an answer (P99), however many prompts arrive, as far as "
+        "decoding itself allows (null: 250; llama_cpp: 1000, as small prompt chunks are slower there)",
+        gt=0,
+    )
+    prefill_target_ms: float = setting(1000.0, "target for the step time while only prompts are computed", gt=0)
+    max_step_tokens: int | None = setting(
+        None, "maximum number of prompt tokens per step (null: 512; 8192 on a GPU)", ge=1, le=1 << 20
+    )
+    watermark: float = setting(
+        0.02, "share of the KV memory to keep free when admitting requests (paged backends)", ge=0, lt=1
+    )
+    ageing_s: float = setting(10.0, "waiting time after which a request moves up by one priority", gt=0)
+    request_timeout_s: float = setting(600.0, "maximum age of a request; older ones end with 408", gt=0)
 
 
 class DraftsConfig(Section):
-    enabled: bool = Field(
-        default=True,
-        description="speculative decoding: draft tokens from the request's own text and recent answers, and verify "
+    enabled: bool = setting(
+        True,
+        "speculative decoding: draft tokens from the request's own text and recent answers, and verify "
         "them in one step; used only while it is faster; answers do not change (llama_cpp: within its rounding; "
         "not on torch)",
     )
-    max_tokens: int = Field(default=16, ge=1, le=64, description="maximum number of drafted tokens per answer and step")
-    max_step_tokens: int = Field(
-        default=48, ge=1, le=128, description="maximum number of drafted tokens per step, over all answers"
-    )
-    recent_tokens: int = Field(
-        default=262_144,
+    max_tokens: int = setting(16, "maximum number of drafted tokens per answer and step", ge=1, le=64)
+    max_step_tokens: int = setting(48, "maximum number of drafted tokens per step, over all answers", ge=1, le=128)
+    recent_tokens: int = setting(
+        262_144,
+        "tokens of recent answers to keep for drafts, over all keys (about 20 bytes each); a key sees "
+        "only its own answers and may use a quarter of this; 0: none",
         ge=0,
         le=1 << 26,
-        description="tokens of recent answers to keep for drafts, over all keys (about 20 bytes each); a key sees "
-        "only its own answers and may use a quarter of this; 0: none",
     )
 
 
@@ -183,11 +139,11 @@ request. The prompt itself may follow on the same line."""
 
 
 class PromptConfig(Section):
-    volatile_patterns: tuple[str, ...] = Field(
-        default=(BILLING_HEADER,),
-        strict=False,
-        description="regular expressions for text at the start of lines of system prompts that changes with every "
+    volatile_patterns: tuple[str, ...] = setting(
+        (BILLING_HEADER,),
+        "regular expressions for text at the start of lines of system prompts that changes with every "
         "request; it is removed, so that the prefix stays cached",
+        strict=False,
     )
 
     @field_validator("volatile_patterns")
@@ -195,37 +151,34 @@ class PromptConfig(Section):
     def _patterns_are_valid(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
         for pattern in patterns:
             if (wrong := pattern_error(pattern)) is not None:
-                problem = f"regular expressions; {pattern!r} {wrong}"
-                raise PydanticCustomError("pattern", "{problem}", {"problem": problem})
+                raise must_be(f"regular expressions; {pattern!r} {wrong}")
         return patterns
 
 
 class ChatConfig(Section):
-    tool_format: Literal["auto", "hermes", "qwen3_coder", "llama3", "mistral", "json"] = Field(
-        default="auto", description="format of the model's tool calls (docs/tools.md); auto: that of its chat template"
+    tool_format: Literal["auto", "hermes", "qwen3_coder", "llama3", "mistral", "json"] = setting(
+        "auto", "format of the model's tool calls (docs/tools.md); auto: that of its chat template"
     )
-    reasoning: Literal["auto", "on", "off"] = Field(
-        default="auto",
-        description="return reasoning as reasoning_content; auto: if the chat template marks it; off: leave it in the "
+    reasoning: Literal["auto", "on", "off"] = setting(
+        "auto",
+        "return reasoning as reasoning_content; auto: if the chat template marks it; off: leave it in the "
         "text; a request may override this",
     )
-    reasoning_format: Literal["auto", "think", "mistral", "seed", "cohere"] = Field(
-        default="auto", description="marks around reasoning; auto: those of the chat template, or <think>"
+    reasoning_format: Literal["auto", "think", "mistral", "seed", "cohere"] = setting(
+        "auto", "marks around reasoning; auto: those of the chat template, or <think>"
     )
 
 
 class LogConfig(Section):
-    level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="lowest level to log")
-    format: Literal["text", "json"] = Field(default="text", description="text lines, or one JSON object per line")
-    efficiency_interval_s: float = Field(
-        default=60.0, ge=0, description="interval of the cache-efficiency lines; 0: off"
-    )
+    level: Literal["debug", "info", "warning", "error"] = setting("info", "lowest level to log")
+    format: Literal["text", "json"] = setting("text", "text lines, or one JSON object per line")
+    efficiency_interval_s: float = setting(60.0, "interval of the cache-efficiency lines; 0: off", ge=0)
 
 
 class ObserveConfig(Section):
-    otlp_endpoint: str | None = Field(
-        default=None,
-        description="URL of an OpenTelemetry collector, such as http://127.0.0.1:4318, that gets a trace of each "
+    otlp_endpoint: str | None = setting(
+        None,
+        "URL of an OpenTelemetry collector, such as http://127.0.0.1:4318, that gets a trace of each "
         "request over OTLP/HTTP; needs the extra otel (null: the variable OTEL_EXPORTER_OTLP_ENDPOINT, or no traces)",
     )
 
@@ -233,7 +186,7 @@ class ObserveConfig(Section):
     @classmethod
     def _is_a_url(cls, endpoint: str | None) -> str | None:
         if endpoint is not None and not _HTTP_URL.fullmatch(endpoint):
-            raise PydanticCustomError("pattern", "a URL such as http://127.0.0.1:4318")
+            raise must_be("a URL such as http://127.0.0.1:4318")
         return endpoint
 
 
@@ -241,10 +194,10 @@ class Config(Section):
     """All settings. An instance is always valid: contradictory settings raise `ConfigError`."""
 
     model: ModelConfig = ModelConfig()
-    models: tuple[ModelEntry, ...] = Field(
-        default=(),
+    models: tuple[ModelEntry, ...] = setting(
+        (),
+        "several models: names, or entries with their own settings (docs/models.md); replaces model.name",
         strict=False,
-        description="several models: names, or entries with their own settings (docs/models.md); replaces model.name",
     )
     backend: BackendConfig = BackendConfig()
     resources: ResourcesConfig = ResourcesConfig()

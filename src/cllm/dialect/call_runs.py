@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cllm.dialect.calls import State, Tools
+from cllm.dialect.calls import CallState, Tools
 from cllm.dialect.reasoning import Marks, held_back
 
 if TYPE_CHECKING:
-    from cllm.dialect.reader import Attempt, CallSyntax
+    from cllm.dialect.reader import Attempt
+    from cllm.dialect.syntax import JsonSyntax
 
 MOST_HELD = 2**17
 """Characters of a run of calls. Nothing is streamed meanwhile, so what is longer becomes text."""
@@ -24,7 +25,7 @@ class CallRuns:
     Every character is read at most twice, however the text is cut up.
     """
 
-    def __init__(self, marks: Marks, syntax: CallSyntax, tools: Tools) -> None:
+    def __init__(self, marks: Marks, syntax: JsonSyntax, tools: Tools) -> None:
         """`marks`: around each call."""
         self._marks = marks
         self._syntax = syntax
@@ -115,8 +116,8 @@ class CallRuns:
     def _fits_call(self, attempt: Attempt, char: str) -> bool:
         state = attempt.feed(char)
         attempt.arguments.clear()
-        if state is not State.DONE:
-            return state is State.OPEN
+        if state is not CallState.DONE:
+            return state is CallState.OPEN
         self._attempt, self._expected = None, self._marks.end
         return attempt.took_last or self._fits_between(char)
 

@@ -23,7 +23,7 @@ Tools = Mapping[str, Mapping[str, Any] | None]
 """Names of the tools that may be called, and the schemas of their arguments."""
 
 
-class State(Enum):
+class CallState(Enum):
     OPEN = auto()
     """More must come."""
     DONE = auto()
@@ -51,24 +51,20 @@ class CallReader:
         """The key or value that is being read, of the call itself."""
         self._key = ""
         self._named: str | None = None
-        self._whole = False
-
-    @property
-    def complete(self) -> bool:
+        self.complete = False
         """Whether the arguments of an announced call are whole."""
-        return self._whole
 
     @property
     def ended(self) -> bool:
         """Whether the last bracket has been read."""
         return self._scanner.done
 
-    def feed(self, char: str) -> State:
+    def feed(self, char: str) -> CallState:
         scanner = self._scanner
         depth, was_string = len(scanner.stack), scanner.in_string
         if not scanner.feed(char):
             self.took_last = False
-            return State.FAILED if self.name is None else State.DONE if self._whole else State.BROKEN
+            return CallState.FAILED if self.name is None else CallState.DONE if self.complete else CallState.BROKEN
         clean = repaired(char) if was_string else char
         if self.name is not None:
             return self._feed_announced(clean)
@@ -76,20 +72,20 @@ class CallReader:
         if depth == 1 and (scanner.in_string or was_string):
             self._read_string(char, clean, began=not was_string)
         if self._named is not None and self._named not in self._tools:
-            return State.FAILED
+            return CallState.FAILED
         if self._needs_arguments and self._key and self._key not in _KEYS:
-            return State.FAILED
+            return CallState.FAILED
         if depth == 1 and char == "{" and not was_string and self._key in _ARGUMENTS and self._named is not None:
             self.name = self._named
             self.arguments.append(char)
-            return State.OPEN
-        return self._end() if scanner.done else State.OPEN
+            return CallState.OPEN
+        return self._end() if scanner.done else CallState.OPEN
 
-    def _feed_announced(self, clean: str) -> State:
-        if not self._whole:
+    def _feed_announced(self, clean: str) -> CallState:
+        if not self.complete:
             self.arguments.append(clean)
-            self._whole = len(self._scanner.stack) == 1
-        return State.DONE if self._scanner.done else State.OPEN
+            self.complete = len(self._scanner.stack) == 1
+        return CallState.DONE if self._scanner.done else CallState.OPEN
 
     def _read_string(self, char: str, clean: str, *, began: bool) -> None:
         """Reads strings among the call's own keys and values."""
@@ -105,19 +101,19 @@ class CallReader:
         elif self._key == _NAME:
             self._named = text
 
-    def _end(self) -> State:
+    def _end(self) -> CallState:
         """All is there, and its name has not been certain before."""
         try:
             value = json.loads("".join(self._seen))
         except ValueError:  # an integer of more digits than Python reads
-            return State.FAILED
+            return CallState.FAILED
         call = read_call(value, self._tools, needs_arguments=self._needs_arguments)
         if call is None:
-            return State.FAILED
+            return CallState.FAILED
         self.name, arguments = call
         self.arguments.append(arguments)
-        self._whole = True
-        return State.DONE
+        self.complete = True
+        return CallState.DONE
 
 
 def read_call(value: Any, tools: Tools, *, needs_arguments: bool = False) -> tuple[str, str] | None:

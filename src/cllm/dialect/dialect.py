@@ -35,31 +35,26 @@ _EXAMPLE: str = EXAMPLE_TOOL["function"]["name"]
 
 
 class Dialect:
-    def __init__(
-        self,
-        template: TemplateFacts,
-        tokenizer: Tokenizer,
-        *,
-        tool_format: str = "auto",
-        reasoning_format: str = "auto",
-        reasoning_mode: str = "auto",
-    ) -> None:
+    def __init__(self, template: TemplateFacts, tokenizer: Tokenizer, settings: ChatConfig) -> None:
         spoken = formats.detect_format(template.source)
         written = template.example_call if spoken is not None else None
         self._writes_calls = written is None or _EXAMPLE in written
         """Whether the template writes earlier calls."""
         if spoken is not None and written is not None and self._writes_calls and not _reads(spoken, written):
             spoken = None  # it has the same markers, but another format
-        self.format = formats.FORMATS[tool_format] if tool_format != "auto" else spoken or formats.JSON
+        self.format = spoken or formats.JSON
+        if settings.tool_format != "auto":
+            self.format = formats.FORMATS[settings.tool_format]
         self._template = template
         self._tokenizer = tokenizer
         self._native = spoken is self.format and not template.variables.isdisjoint(_TOOLS)
         """Whether the template itself shows tools to the model, in this format."""
-        found = reasoning.detect_format(template.source) if reasoning_format == "auto" else reasoning_format
+        given = settings.reasoning_format
+        found = reasoning.detect_format(template.source) if given == "auto" else given
+        if found is None and settings.reasoning == "on":
+            found = "think"
         self.marks: Marks | None = reasoning.FORMATS[found] if found else None
-        if reasoning_mode == "on" and self.marks is None:
-            self.marks = reasoning.FORMATS["think"]
-        self.separates = reasoning_mode != "off"
+        self.separates = settings.reasoning != "off"
         """Whether reasoning is separated if a request does not say."""
 
     # -- prompts -----------------------------------------------------------------------------------------------
@@ -169,16 +164,6 @@ class Dialect:
         if self.format is formats.MISTRAL:
             return "".join(secrets.choice(history.ALPHABET) for _ in range(history.MISTRAL_ID))
         return f"call_{secrets.token_hex(12)}"
-
-
-def dialect_of(template: TemplateFacts, tokenizer: Tokenizer, settings: ChatConfig) -> Dialect:
-    return Dialect(
-        template,
-        tokenizer,
-        tool_format=settings.tool_format,
-        reasoning_format=settings.reasoning_format,
-        reasoning_mode=settings.reasoning,
-    )
 
 
 def _example_call(tool: Mapping[str, Any]) -> dict[str, Any]:

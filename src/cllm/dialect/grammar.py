@@ -55,12 +55,11 @@ class AnswerGrammar:
         return "\n".join([f"start: {thought}{body}", *rules, ""])
 
     def _body(self, form: AnswerForm, rules: list[str]) -> str:
-        answer = "answer" if form.structure is not None else None
         if form.structure is not None:
             rules.append(f"answer: {_text_rule(form.structure)}")
         if not form.tools:
-            assert answer is not None
-            return answer
+            assert form.structure is not None
+            return "answer"
         for number, (name, schema) in enumerate(form.tools):
             if self._format == "qwen3_coder" and (arguments := plain_arguments(schema)) is not None:
                 rules += self._xml_call(name, number, arguments)
@@ -68,27 +67,21 @@ class AnswerGrammar:
             rules.append(f"call_{number}: {self._call(name, number)}")
             rules.append(f"args_{number}: {schema_rule(schema or _NOTHING)}")
         rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(form.tools))))
-        calls = self._calls(several=form.several)
-        rules.append(f"calls: {calls}")
-        rules.append(_BLANK)
+        rules += [f"calls: {self._calls(several=form.several)}", _BLANK]
         if form.required:
             return "calls"
-        if answer is not None:
-            return f"(calls | {answer})"
-        return self._free(form, rules)
+        return "(calls | answer)" if form.structure is not None else self._free(form, rules)
 
     def _call(self, name: str, number: int) -> str:
-        if self._format in _TAGGED:
-            head = json.dumps(f'\n{{"name": {json.dumps(name)}, "arguments": ')
-            return f'{head} args_{number} "}}\\n" {self._mark("</tool_call>")}'
-        if self._format == "llama3":
-            head = json.dumps(f'{{"name": {json.dumps(name)}, "parameters": ')
-            return f'{head} args_{number} "}}"'
         if self._format == "mistral" and self._named_arguments:
             call_id = f"{self._mark('[CALL_ID]')} /[a-zA-Z0-9]{{9}}/ " if self._calls_by_id else ""
             return f"{json.dumps(name)} {call_id}{self._mark('[ARGS]')} args_{number}"
-        begin = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
-        return f'{begin} args_{number} "}}"'
+        arguments = "parameters" if self._format == "llama3" else "arguments"
+        begin = f'{{"name": {json.dumps(name)}, "{arguments}": '
+        if self._format not in _TAGGED:
+            return f'{json.dumps(begin)} args_{number} "}}"'
+        head = json.dumps(f"\n{begin}")
+        return f'{head} args_{number} "}}\\n" {self._mark("</tool_call>")}'
 
     def _xml_call(self, name: str, number: int, arguments: Sequence[tuple[str, Any, bool]]) -> Iterator[str]:
         parts = []

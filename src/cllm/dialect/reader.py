@@ -14,11 +14,12 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
-from cllm.dialect.calls import State, Tools
+from cllm.dialect.calls import CallState, Tools
 from cllm.dialect.deltas import ChatDelta, Delta, ReasoningDelta, ToolCallDelta, ToolCallStart
 from cllm.dialect.reasoning import ReasoningReader
 
 if TYPE_CHECKING:
+    from cllm.dialect.syntax import JsonSyntax
     from cllm.dialect.whole_calls import WholeCalls
     from cllm.engine.sampling import TokenLogprob
 
@@ -34,20 +35,7 @@ class Attempt(Protocol):
     def took_last(self) -> bool: ...
     @property
     def complete(self) -> bool: ...
-    def feed(self, char: str) -> State: ...
-
-
-class CallSyntax(Protocol):
-    """Where tool calls begin in a text, and how they are read."""
-
-    def begins(self, text: str, *, at_start: bool, after_call: bool) -> tuple[int, int, int]:
-        """(first, last, held): the text from `first` to `last` begins a call; `held` characters at the end may become
-        such a beginning. No call: `first` and `last` are -1."""
-
-    def attempt(self, opening: str, tools: Tools) -> Attempt: ...
-
-    def closing(self, text: str) -> tuple[int, bool]:
-        """How many characters at the beginning of what follows a call belong to it, and whether more may."""
+    def feed(self, char: str) -> CallState: ...
 
 
 class AnswerReader:
@@ -58,7 +46,7 @@ class AnswerReader:
         index: int,
         *,
         reasoning: ReasoningReader | None = None,
-        syntax: CallSyntax | None = None,
+        syntax: JsonSyntax | None = None,
         tools: Tools = MappingProxyType({}),
         most_calls: int | None = None,
         calls_only: bool = False,
@@ -222,7 +210,7 @@ class AnswerReader:
         while text and not self.ended:
             text = self._read_attempt(text) if self._attempt is not None else self._read_text(self._syntax, text)
 
-    def _read_text(self, syntax: CallSyntax, text: str) -> str:
+    def _read_text(self, syntax: JsonSyntax, text: str) -> str:
         """Pass on what is certainly text. The return value must be read as part of a call."""
         self._text += text
         if self._closing:
@@ -266,19 +254,19 @@ class AnswerReader:
         assert attempt is not None
         for position, char in enumerate(text):
             state = attempt.feed(char)
-            if state is State.OPEN and attempt.name is None:
+            if state is CallState.OPEN and attempt.name is None:
                 self._seen += char
                 continue
             if attempt.name is not None:
                 self._announce(attempt)
-            if state is State.OPEN:
+            if state is CallState.OPEN:
                 continue
             rest = text[position + attempt.took_last :]
-            if state is State.FAILED:
+            if state is CallState.FAILED:
                 self._give_up(text[position : position + attempt.took_last])
                 return rest
             self._pass_on(attempt)
-            self._close_call(broken=state is State.BROKEN)
+            self._close_call(broken=state is CallState.BROKEN)
             return rest
         self._pass_on(attempt)
         return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from cllm.dialect.calls import CallReader, State, Tools
+from cllm.dialect.calls import CallReader, CallState, Tools
 from cllm.dialect.json_scan import JsonScanner, repaired
 from cllm.dialect.reader import Attempt
 from cllm.dialect.reasoning import held_back
@@ -17,7 +17,8 @@ _LONGEST_NAME = 256
 
 
 class JsonSyntax:
-    """Calls as JSON objects, one by one or in a list, behind markers or, where `bare`, at the answer's beginning."""
+    """Where tool calls begin in a text, and how they are read: here, JSON objects, one by one or in a list, behind
+    markers or, where `bare`, at the answer's beginning."""
 
     def __init__(self, *markers: str, close: Sequence[str] = (), bare: bool = False) -> None:
         self.markers = markers
@@ -25,6 +26,8 @@ class JsonSyntax:
         self._close = (*close, "]", ",", ";", "```")
 
     def begins(self, text: str, *, at_start: bool, after_call: bool) -> tuple[int, int, int]:
+        """(first, last, held): the text from `first` to `last` begins a call; `held` characters at the end may become
+        such a beginning. No call: `first` and `last` are -1."""
         if after_call or (at_start and self.bare):
             if found := _BARE.match(text):
                 return len(text) - len(text.lstrip()), found.end(), 0
@@ -39,6 +42,7 @@ class JsonSyntax:
         return JsonAttempt(tools, bare=not any(marker in opening for marker in self.markers))
 
     def closing(self, text: str) -> tuple[int, bool]:
+        """How many characters at the beginning of what follows a call belong to it, and whether more may."""
         rest, unused = text.lstrip(), list(self._close)
         while (mark := next((mark for mark in unused if rest.startswith(mark)), None)) is not None:
             unused.remove(mark)
@@ -80,28 +84,28 @@ class JsonAttempt:
     def complete(self) -> bool:
         return self._reader.complete
 
-    def feed(self, char: str) -> State:
+    def feed(self, char: str) -> CallState:
         if not self._began and char != "{":
             if char == self._leads:
                 self._leads = ""
-                return State.OPEN
+                return CallState.OPEN
             self.took_last = char.isspace()
-            return State.OPEN if self.took_last else State.FAILED
+            return CallState.OPEN if self.took_last else CallState.FAILED
         if self._doubled and self._reader.ended:
             return self._feed_behind(char)
         if self._at_second and char == "{":
             self._doubled, self._at_second = True, False
-            return State.OPEN
+            return CallState.OPEN
         self._at_second = not self._began
         self._began = True
         state = self._reader.feed(char)
         self.took_last = self._reader.took_last
-        return State.OPEN if state is State.DONE and self._doubled and self.took_last else state
+        return CallState.OPEN if state is CallState.DONE and self._doubled and self.took_last else state
 
-    def _feed_behind(self, char: str) -> State:
+    def _feed_behind(self, char: str) -> CallState:
         """Up to the outer bracket."""
         self.took_last = char.isspace() or char == "}"
-        return State.OPEN if char.isspace() else State.DONE
+        return CallState.OPEN if char.isspace() else CallState.DONE
 
 
 class OrJsonAttempt:
@@ -115,7 +119,7 @@ class OrJsonAttempt:
         self._tools = tools
         self._json: JsonAttempt | None = None
 
-    def _feed_json(self, attempt: JsonAttempt, char: str) -> State:
+    def _feed_json(self, attempt: JsonAttempt, char: str) -> CallState:
         state = attempt.feed(char)
         self.name, self.took_last, self.complete = attempt.name, attempt.took_last, attempt.complete
         self.arguments += attempt.arguments
@@ -129,7 +133,7 @@ class MistralAttempt(OrJsonAttempt):
         self._head = ""
         self._scanner: JsonScanner | None = None
 
-    def feed(self, char: str) -> State:
+    def feed(self, char: str) -> CallState:
         if self._scanner is not None:
             return self._feed_arguments(self._scanner, char)
         if self._json is None and not self._head.strip() and char in "[{":
@@ -138,26 +142,26 @@ class MistralAttempt(OrJsonAttempt):
             return self._feed_json(self._json, char)
         return self._feed_name(char)
 
-    def _feed_name(self, char: str) -> State:
+    def _feed_name(self, char: str) -> CallState:
         if char == "{":
             found = _MISTRAL_NAME.fullmatch(self._head)
             if found is None or found[1] not in self._tools:
                 self.took_last = False
-                return State.FAILED
+                return CallState.FAILED
             self.name, self._scanner = found[1], JsonScanner()
             return self._feed_arguments(self._scanner, char)
         self._head += char
         fits = char.isalnum() or char in "_.-[]" or char.isspace()
         if fits and len(self._head) <= _LONGEST_NAME:
-            return State.OPEN
+            return CallState.OPEN
         self.took_last = False
-        return State.FAILED
+        return CallState.FAILED
 
-    def _feed_arguments(self, scanner: JsonScanner, char: str) -> State:
+    def _feed_arguments(self, scanner: JsonScanner, char: str) -> CallState:
         was_string = scanner.in_string
         if not scanner.feed(char):
             self.took_last = False
-            return State.BROKEN
+            return CallState.BROKEN
         self.arguments.append(repaired(char) if was_string else char)
         self.complete = scanner.done
-        return State.DONE if scanner.done else State.OPEN
+        return CallState.DONE if scanner.done else CallState.OPEN

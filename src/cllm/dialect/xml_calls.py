@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from cllm.dialect.calls import State, Tools
+from cllm.dialect.calls import CallState, Tools
 from cllm.dialect.json_scan import JsonScanner, repaired
 from cllm.dialect.reader import Attempt
 from cllm.dialect.reasoning import held_back
@@ -31,15 +31,8 @@ _TYPES: Mapping[type, frozenset[str]] = {
 }
 _ALL_TYPES = frozenset().union(*_TYPES.values())
 _PLAIN_KEYS = {
-    "type",
-    "properties",
-    "required",
-    "additionalProperties",
-    "$defs",
-    "title",
-    "description",
-    "$schema",
-    "x-guidance",
+    *("type", "properties", "required", "additionalProperties", "title", "description"),
+    *("$defs", "$schema", "x-guidance"),
 }
 _PLAIN_TEXT_KEYS = {"type", "enum", "const", "title", "description", "default", "examples"}
 _KEY = re.compile(r"[^\s>]([^\n>]*[^\s>])?")
@@ -118,30 +111,30 @@ class XmlAttempt(OrJsonAttempt):
         """`tag`: the beginning of the first tag, as far as it has been read."""
         super().__init__(tools)
         self._tag = tag
-        self._value: _Value | None = None
+        self._value: _ArgumentValue | None = None
         self._any = False
         """Whether there were arguments."""
 
-    def feed(self, char: str) -> State:
+    def feed(self, char: str) -> CallState:
         if self._json is not None:
             return self._feed_json(self._json, char)
         if self._value is not None:
             if self._value.feed(char, self.arguments):
                 self._value = None
-            return State.OPEN
+            return CallState.OPEN
         if not self._tag and char.isspace():
-            return State.OPEN
+            return CallState.OPEN
         if not self._tag and self.name is None and char == "{":
             self._json = JsonAttempt(self._tools, bare=False)
             return self._feed_json(self._json, char)
         return self._feed_tag(char)
 
-    def _feed_tag(self, char: str) -> State:
+    def _feed_tag(self, char: str) -> CallState:
         tag = self._tag + char
         if self.name is not None and tag == END_FUNCTION:
             self.arguments.append("}" if self._any else "{}")
             self.complete = True
-            return State.DONE
+            return CallState.DONE
         begin = FUNCTION if self.name is None else PARAMETER
         given = tag.removeprefix(begin)
         if given == tag:
@@ -150,12 +143,12 @@ class XmlAttempt(OrJsonAttempt):
             fits = len(tag) <= _LONGEST_TAG and not (char == ">" and self._unknown(given[:-1]))
         if not fits:
             self.took_last = False
-            return State.FAILED if self.name is None else State.BROKEN
+            return CallState.FAILED if self.name is None else CallState.BROKEN
         self._tag = tag
         if given != tag and char == ">":
             self._tag = ""
             self._begin(given[:-1])
-        return State.OPEN
+        return CallState.OPEN
 
     def _unknown(self, given: str) -> bool:
         return not given or (self.name is None and given not in self._tools)
@@ -167,12 +160,12 @@ class XmlAttempt(OrJsonAttempt):
         types = types_of(property_of(self._tools[self.name], given))
         self.arguments.append(f"{', ' if self._any else '{'}{json.dumps(given, ensure_ascii=False)}: ")
         self._any = True
-        self._value = _Value(types)
+        self._value = _ArgumentValue(types)
         if self._value.is_text:
             self.arguments.append('"')
 
 
-class _Value:
+class _ArgumentValue:
     """The value of one argument, without the line breaks next to its tags."""
 
     def __init__(self, types: frozenset[str] | None) -> None:

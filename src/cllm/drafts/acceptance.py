@@ -12,7 +12,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 
-class Kind(IntEnum):
+class MatchKind(IntEnum):
     """Where a match was found."""
 
     OWN = 0
@@ -48,15 +48,15 @@ class Acceptance:
     def __init__(self, of: Acceptance | None = None) -> None:
         self._of = of
         self._trust, self._memory = (_SPACE_TRUST, _SPACE_MEMORY) if of is None else (_OWN_TRUST, _OWN_MEMORY)
-        self._accepted = [0.0] * (len(Kind) * BUCKETS)
-        self._seen = [0.0] * (len(Kind) * BUCKETS)
+        self._accepted = [0.0] * (len(MatchKind) * BUCKETS)
+        self._seen = [0.0] * (len(MatchKind) * BUCKETS)
 
-    def rate(self, kind: Kind, bucket: int) -> float:
+    def rate(self, kind: MatchKind, bucket: int) -> float:
         cell = kind * BUCKETS + bucket
         known = _EXPECTED[kind][bucket] if self._of is None else self._of.rate(kind, bucket)
         return (self._accepted[cell] + self._trust * known) / (self._seen[cell] + self._trust)
 
-    def rates(self, kind: Kind, length: int, most: int) -> list[float]:
+    def rates(self, kind: MatchKind, length: int, most: int) -> list[float]:
         """For each of the next `most` tokens of a match, given that all before it are accepted."""
         found: list[float] = []
         while len(found) < most:
@@ -65,7 +65,7 @@ class Acceptance:
             found += [self.rate(kind, bucket)] * (until - len(found))
         return found
 
-    def observe(self, kind: Kind, length: int, accepted: int, failed: bool) -> None:
+    def observe(self, kind: MatchKind, length: int, accepted: int, failed: bool) -> None:
         """A match of this length went on for `accepted` tokens, and then, if it `failed`, did not."""
         if self._of is not None:
             self._of.observe(kind, length, accepted, failed)

@@ -4,7 +4,7 @@ A step gives one token per answer. With drafts it has more rows, and gives one m
 
     tokens per second = (answers + Σ chances of drafted tokens to be accepted, with all before them) / seconds(rows)
 
-The chances come from `acceptance.py`, the seconds from `costs.py`. Both are measured, so the same rule drafts many
+The chances come from `acceptance.py`, the seconds from `step_shape.py`. Both are measured, so the same rule drafts many
 tokens where rows cost next to nothing (large models, whose steps wait for memory), few where each costs time, and none
 where a step is busy with many answers.
 """
@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from array import array
 
-from cllm.drafts.costs import MOST_ROWS, StepCosts
 from cllm.drafts.follower import Follower
 from cllm.drafts.recent_answers import RecentAnswers
+from cllm.drafts.step_shape import MOST_ROWS, StepShape
 from cllm.engine.request import Sequence
 
 WORTH = 1.04
@@ -42,10 +42,10 @@ class Drafter:
         self._max_tokens = max_tokens
         self._max_step_tokens = max_step_tokens
         self._recent = RecentAnswers(recent_tokens)
-        self._costs = StepCosts()
+        self._shape = StepShape()
         self._most: dict[int, int] = {}
         """Rows -> the most drafted tokens that could pay beside them."""
-        self._most_of = self._costs.changes
+        self._most_of = self._shape.changes
         self._to_index = 0
         self._steps = 0
         self._rows = 0
@@ -53,13 +53,13 @@ class Drafter:
         """Expected tokens of the step that is being planned, with the drafts so far."""
 
     def begin_step(self, rows: int, prompts_wait: bool) -> int:
-        if prompts_wait or not 0 < rows < MOST_ROWS or not self._costs.knows(rows):
+        if prompts_wait or not 0 < rows < MOST_ROWS or not self._shape.knows(rows):
             return 0  # also to measure what drafts are compared with
         self._rows = rows
         self._expected = float(rows)
         self._to_index = SLICE_TOKENS
-        if self._most_of != self._costs.changes:
-            self._most_of = self._costs.changes
+        if self._most_of != self._shape.changes:
+            self._most_of = self._shape.changes
             self._most.clear()
         most = self._most.get(rows)
         if most is None:
@@ -68,8 +68,8 @@ class Drafter:
 
     def _could_pay(self, rows: int) -> int:
         """The most drafted tokens that pay, spread over all answers, at the best acceptance rate."""
-        limit = min(rows * self._max_tokens, self._max_step_tokens, self._costs.most_rows - rows)
-        cost = self._costs.of
+        limit = min(rows * self._max_tokens, self._max_step_tokens, self._shape.most_rows - rows)
+        cost = self._shape.of
         bound, expected, most = WORTH * rows / cost(rows), float(rows), 0
         for count in range(1, limit + 1):
             expected += BEST_RATE ** -(-count // rows)
@@ -110,7 +110,7 @@ class Drafter:
 
     def _how_many(self, follower: Follower, most: int) -> int:
         """How many tokens give the step the best rate. Their expected tokens then count for later sequences."""
-        cost, rows = self._costs.of, self._rows
+        cost, rows = self._shape.of, self._rows
         best, best_count, best_expected = WORTH * self._expected / cost(rows), 0, self._expected
         expected, chance = self._expected, 1.0
         for count, rate in enumerate(follower.acceptance.rates(follower.kind, follower.length, most), 1):
@@ -126,8 +126,8 @@ class Drafter:
         if prompt_tokens or not rows:
             return
         self._steps += 1
-        if drafted or self._steps % SAMPLE_EVERY == 0 or not self._costs.knows(rows):
-            self._costs.observe(rows + drafted, seconds)
+        if drafted or self._steps % SAMPLE_EVERY == 0 or not self._shape.knows(rows):
+            self._shape.observe(rows + drafted, seconds)
 
     def end(self, sequence: Sequence) -> None:
         sequence.drafts = None

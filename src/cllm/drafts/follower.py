@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 
-from cllm.drafts.acceptance import Acceptance, Kind, bucket_of
+from cllm.drafts.acceptance import Acceptance, MatchKind, bucket_of
 from cllm.drafts.ngram_index import NGRAM, NgramIndex
 from cllm.drafts.recent_answers import END, Space
 from cllm.engine.request import DraftState
@@ -46,7 +46,7 @@ class Follower(DraftState):
         """Lookups in a row without a draft."""
         self.rest = 0
         """Steps until the next lookup."""
-        self.kind = Kind.OWN
+        self.kind = MatchKind.OWN
         self.place = 0
         self.length = 0
         """The length of the match; 0: there is none."""
@@ -64,7 +64,7 @@ class Follower(DraftState):
         self._seen = count
         if self.length == 0:
             self._find(tokens, count)
-        elif self.kind is Kind.NEAR and self.length <= NGRAM:
+        elif self.kind is MatchKind.NEAR and self.length <= NGRAM:
             self._find_longer(tokens)
 
     def _advance(self, tokens: array[int], count: int) -> None:
@@ -86,31 +86,31 @@ class Follower(DraftState):
     def _find(self, tokens: array[int], count: int) -> None:
         best = 0.0
         if (own := self.grams.find(tokens, tokens)) is not None:
-            best = self._rate(Kind.OWN, own.length)
-            self._take(Kind.OWN, own.place, own.length, None)
+            best = self._rate(MatchKind.OWN, own.length)
+            self._take(MatchKind.OWN, own.place, own.length, None)
         if (recent := self.space.find(tokens)) is not None:
             place, length = recent.match
-            if recent.text[place] != END and (rate := self._rate(Kind.RECENT, length)) > best:
+            if recent.text[place] != END and (rate := self._rate(MatchKind.RECENT, length)) > best:
                 best = rate
-                self._take(Kind.RECENT, place, length, recent.text)
-        if count - self._lost_at < NEAR_TOKENS and self._rate(Kind.NEAR, 1) > best:
+                self._take(MatchKind.RECENT, place, length, recent.text)
+        if count - self._lost_at < NEAR_TOKENS and self._rate(MatchKind.NEAR, 1) > best:
             start = self._lost_place
             try:
                 place = tokens.index(tokens[-1], start, min(start + NEAR_TOKENS, count - 1)) + 1
             except ValueError:
                 return
-            self._take(Kind.NEAR, place, 1, None)
+            self._take(MatchKind.NEAR, place, 1, None)
 
     def _find_longer(self, tokens: array[int]) -> None:
         """A resumed match is a guess from one token, until a longer one is found elsewhere."""
         own = self.grams.find(tokens, tokens)
         if own is not None and own.length > self.length and own.place != self.place:
-            self._take(Kind.OWN, own.place, own.length, None)
+            self._take(MatchKind.OWN, own.place, own.length, None)
 
-    def _rate(self, kind: Kind, length: int) -> float:
+    def _rate(self, kind: MatchKind, length: int) -> float:
         return self.acceptance.rate(kind, bucket_of(length))
 
-    def _take(self, kind: Kind, place: int, length: int, text: array[int] | None) -> None:
+    def _take(self, kind: MatchKind, place: int, length: int, text: array[int] | None) -> None:
         self.kind, self.place, self.length, self._text = kind, place, length, text
 
     def ahead(self, tokens: array[int], count: int) -> array[int]:

@@ -40,6 +40,13 @@ class Constraint(Protocol):
         """A copy for another answer, of one that has accepted nothing."""
 
 
+class Grammar(Protocol):
+    """A compiled structure."""
+
+    def start(self) -> Constraint:
+        """The constraint of an answer that has no tokens yet."""
+
+
 class Masks(Protocol):
     def fill(self, constraints: Sequence[Any]) -> list[Mask | Exception]:
         """For each of these constraints, all of its own kind: the tokens it allows next, or why there is no mask. Valid

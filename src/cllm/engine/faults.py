@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable
 
 from cllm.backends.base import StepResult
-from cllm.engine.plan import Plan, drafted_in
+from cllm.engine.plan import StepPlan, drafted_in
 from cllm.engine.request import FinishReason, Sequence
 from cllm.engine.requests import MemoryDoubt, Requests
 from cllm.errors import BackendError, StepAbortedError
@@ -38,7 +38,7 @@ class Faults:
 
     # -- a step --------------------------------------------------------------------------------------------------
 
-    def rewind(self, plan: Plan) -> None:
+    def rewind(self, plan: StepPlan) -> None:
         """The step did not happen: forget what it may have written."""
         for index, sequence in enumerate(plan.sequences):
             if plan.settle(index):
@@ -49,11 +49,11 @@ class Faults:
                     self._kv.grow(sequence, 1)
 
     def try_alone(
-        self, plan: Plan, compute: Callable[[Plan], StepResult], apply: Callable[[Plan, StepResult], None]
+        self, plan: StepPlan, compute: Callable[[StepPlan], StepResult], apply: Callable[[StepPlan, StepResult], None]
     ) -> None:
         """The step failed and was rewound: compute each sequence alone, so that only the faulty one fails."""
         for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True):
-            alone = Plan.again(sequence, chunk)
+            alone = StepPlan.again(sequence, chunk)
             if alone is None:
                 continue
             try:

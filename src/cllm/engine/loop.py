@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from cllm.backends.base import Backend
 from cllm.engine.outbox import ATTEMPTS, Deliver, Outbox
-from cllm.engine.plan import Plan
+from cllm.engine.plan import StepPlan
 from cllm.engine.request import FinishReason, Output, Request, RequestState
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.stats import EngineSnapshot, take_snapshot
@@ -246,7 +246,7 @@ class Engine:
             self._refuse_waiting()
         scheduler.doubt.raise_if_any()
         if not (scheduler.requests.has_work or self._stepper.under_way):
-            scheduler.kv.awaits_memory = False  # the sequence that waited is gone
+            scheduler.kv.nobody_waits()
             if self._time_share is not None:
                 self._time_share.rest()
             return False
@@ -405,7 +405,7 @@ class Engine:
                 self.scheduler.requests.finish(request, None, FinishReason.ERROR, error)
         return bool(lost) or self._outbox.waiting
 
-    def _on_planned(self, plan: Plan) -> None:
+    def _on_planned(self, plan: StepPlan) -> None:
         """A step with other sequences than the last one, or a long one, is about to begin: what is published must not
         be older than that."""
         changed = self._published_counts != self._counts()

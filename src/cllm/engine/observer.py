@@ -54,8 +54,8 @@ def record_of(request: Request, now: float, error: Exception | None) -> RequestR
         total_s=now - request.arrival,
         inter_token_s=request.gaps,
         preemptions=request.preemptions,
-        tenant=request.tenant.name,
-        embeds=request.embeds,
+        tenant=request.submission.tenant.name,
+        embeds=request.submission.embeds,
     )
 
 

@@ -13,7 +13,7 @@ _PROMISED = array("i", [0])
 
 
 @dataclass(slots=True)
-class Plan:
+class StepPlan:
     """One step: `chunks[i]` belongs to `sequences[i]`."""
 
     sequences: list[Sequence] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Plan:
         self.drafted += len(tokens)
 
     @classmethod
-    def again(cls, sequence: Sequence, chunk: Chunk) -> Plan | None:
+    def again(cls, sequence: Sequence, chunk: Chunk) -> StepPlan | None:
         """One sequence's part of a step that failed, without drafts; None if it is no longer running."""
         if not sequence.running or sequence.end != chunk.start:
             return None

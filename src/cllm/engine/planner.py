@@ -25,7 +25,7 @@ from cllm.engine.constraint import Mask, masks_for
 from cllm.engine.drafting import Drafting
 from cllm.engine.faults import MAX_RECOVERIES, Faults
 from cllm.engine.long_prompts import log_long_prompt
-from cllm.engine.plan import Plan, row_of
+from cllm.engine.plan import StepPlan, row_of
 from cllm.engine.request import FinishReason, Sequence
 from cllm.engine.requests import MemoryDoubt, Requests
 from cllm.errors import BackendError, describe
@@ -86,13 +86,13 @@ class Planner:
         self._held_up = 0
         """Answers with a constraint that wait for the step under way: what it gives decides what may follow."""
 
-    def schedule(self) -> Plan:
-        plan = Plan()
+    def schedule(self) -> StepPlan:
+        plan = StepPlan()
         rows, prompts = plan.sequences, list[Sequence]()
         self._partition_running(rows, prompts)
         if self._held_up and self._held_up >= sum(sequence.chooser.constraint is None for sequence in rows):
             # A step now and another one for them would take twice as long as one for all.
-            return Plan()
+            return StepPlan()
         if len(self._requests.waiting) and len(self._requests.running) < self._max_running:
             self._admit()
             self._partition_running(rows, prompts)  # again: making room may have cost some sequences their memory
@@ -159,7 +159,7 @@ class Planner:
                 (rows if missing <= sequence.forced + 1 and sequence.generates else prompts).append(sequence)
         return True
 
-    def _cut_forced(self, plan: Plan) -> None:
+    def _cut_forced(self, plan: StepPlan) -> None:
         """Compute tokens that a grammar forced together with their rows, as far as `max_gap_ms` leaves time. Their
         answers take turns and wait for the rest; other answers do not."""
         most = self.budget.most_drafts(plan.decode_rows)
@@ -173,7 +173,7 @@ class Planner:
                 plan.cut_forced(index, count)
                 left -= count - 1
 
-    def _draft(self, drafting: Drafting, plan: Plan, *, prompts_wait: bool) -> None:
+    def _draft(self, drafting: Drafting, plan: StepPlan, *, prompts_wait: bool) -> None:
         """Add drafted tokens to rows, as far as memory is free and the step stays within `max_gap_ms`."""
         left = drafting.begin_step(plan.decode_rows, prompts_wait)
         if left and (most := self.budget.most_drafts(plan.decode_rows)) is not None:
@@ -206,7 +206,7 @@ class Planner:
                 raise
             return 0  # there is room for its own token
 
-    def launch(self, plan: Plan) -> None:
+    def launch(self, plan: StepPlan) -> None:
         """The step is about to be submitted, and others will follow before its result is known."""
         plan.epochs = [sequence.epoch for sequence in plan.sequences]
         masks = _masks_of(plan)
@@ -261,7 +261,7 @@ class Planner:
             self._requests.preempt(max(self._requests.running, key=self._requests.waiting.rank))
         return False
 
-    def plan_prompts(self, plan: Plan, prompts: list[Sequence]) -> None:
+    def plan_prompts(self, plan: StepPlan, prompts: list[Sequence]) -> None:
         """Fill the budget with prompt chunks, shortest remaining prompt first; every few steps the oldest first. A
         chunk ends where a window has to move on.
 
@@ -372,7 +372,7 @@ class Planner:
         return -(-(computed + WAIT_FOR_PREFIX_TOKENS) // unit) * unit
 
 
-def _masks_of(plan: Plan) -> dict[int, Mask | Exception | None]:
+def _masks_of(plan: StepPlan) -> dict[int, Mask | Exception | None]:
     """Token masks of the sequences that choose a token in this step and have a constraint, by id."""
     choosing = [
         each

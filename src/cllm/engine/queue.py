@@ -29,7 +29,7 @@ class WaitingQueue:
         """The sequence's place in the order, assigned once."""
         if sequence.order is None:
             request = sequence.request
-            sequence.order = (request.arrival + request.priority * self._ageing_s, next(self._ticket))
+            sequence.order = (request.arrival + request.submission.priority * self._ageing_s, next(self._ticket))
         return sequence.order
 
     def push(self, sequence: Sequence) -> None:

@@ -7,20 +7,19 @@ PENDING ──admitted──► PROCESSING ──► COMPLETED | FAILED | TIMEOU
 
 from __future__ import annotations
 
+import math
+import secrets
 from array import array
-from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
 from cllm.backends.base import PromptScores
-from cllm.engine.constraint import Constraint
-from cllm.engine.params import SamplingParams
-from cllm.engine.reading import Embedding, PromptPooling, Reading
-from cllm.engine.resuming import Generated, observe_generated, validate_generated
+from cllm.engine.reading import Embedding, Reading
+from cllm.engine.resuming import observe_generated, validate_generated
 from cllm.engine.row_sampler import RowSampler
 from cllm.engine.sampling import TokenChooser, TokenLogprob
-from cllm.engine.tenant import ANONYMOUS, Tenant
-from cllm.kv.pins import PinMark
+from cllm.engine.submission import Submission
 from cllm.kv.radix import COMMON_SPACE, TOKEN_BYTES
 from cllm.kv.sequence import KVSequence
 from cllm.kv.window import Window
@@ -115,7 +114,7 @@ class Sequence(KVSequence):
     def __init__(
         self, request: Request, index: int, chooser: TokenChooser, max_length: int, window: Window | None = None
     ) -> None:
-        super().__init__((), window, request.tenant.space)
+        super().__init__((), window, request.submission.tenant.space)
         self.tokens = request.prompt  # shared until it has a token of its own: a hundred answers need no copies
         self.request = request
         self.index = index
@@ -255,7 +254,6 @@ class Request:
         "arrival",
         "cached_tokens",
         "deadline",
-        "embeds",
         "end_ids",
         "first_answer",
         "first_token_at",
@@ -263,49 +261,30 @@ class Request:
         "id",
         "last_token_at",
         "params",
-        "pins",
         "preemptions",
-        "priority",
         "prompt",
         "reason",
         "resumed",
         "seed",
         "sequences",
-        "session",
         "state",
-        "tenant",
+        "submission",
         "unfinished",
     )
 
     def __init__(
-        self,
-        request_id: str,
-        prompt: Tokens[int],
-        params: SamplingParams,
-        *,
-        arrival: float,
-        deadline: float,
-        priority: int = 0,
-        end_ids: frozenset[int] = frozenset(),
-        tenant: Tenant = ANONYMOUS,
-        pins: Tokens[PinMark] = (),
+        self, submission: Submission, *, arrival: float, deadline: float, end_ids: frozenset[int] = frozenset()
     ) -> None:
-        self.id = request_id
-        self.tenant = tenant
-        self.prompt: array[int] = array("i", prompt)
-        self.params = params
-        self.pins = pins
-        """Parts of the prompt to pin in the cache when `first_answer` ends."""
+        self.submission = submission
+        self.id = submission.request_id
+        prompt = submission.prompt
+        self.prompt: array[int] = prompt if isinstance(prompt, array) else array("i", prompt)
+        self.params = submission.params
         self.arrival = arrival
         self.deadline = deadline
-        self.priority = priority
         self.end_ids = end_ids
-        self.session: str | None = None
-        """Requests of one session have much in common: a hint for routers."""
         self.seed = 0
         """The first answer's seed; answer i draws with seed + i."""
-        self.embeds = False
-        """Whether it is a text to embed."""
         self.state = RequestState.PENDING
         self.reason: FinishReason | None = None
         self.sequences: list[Sequence] = []
@@ -313,7 +292,7 @@ class Request:
         """The first of them that is generated here."""
         self.resumed = False
         """Whether some of its tokens were generated elsewhere."""
-        self.unfinished = params.n
+        self.unfinished = self.params.n
         self.preemptions = 0
         self.cached_tokens = 0
         """Prompt tokens found in the cache when the request was first admitted."""
@@ -349,65 +328,62 @@ class Request:
         self.sequences = []
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a model sets for all of its requests."""
+
+    max_context: int
+    vocab_size: int
+    eos_ids: frozenset[int] = frozenset()
+    longest_s: float = math.inf
+    """How long a request may take."""
+    rows: RowSampler | None = None
+    """What samples in this process, if anything does."""
+
+
 def build_request(
-    request_id: str,
-    prompt: Tokens[int],
-    params: SamplingParams,
+    submission: Submission,
+    terms: Terms,
     *,
     arrival: float,
-    timeout_s: float,
-    priority: int,
-    eos_ids: frozenset[int],
-    seed: int,
-    max_context: int,
-    vocab_size: int,
     window: Window | None = None,
-    rows: RowSampler | None = None,
-    tenant: Tenant = ANONYMOUS,
-    pins: Tokens[PinMark] = (),
-    constraint: Constraint | None = None,
     reading: Reading | None = None,
-    generated: Generated | None = None,
+    seed: int | None = None,
 ) -> Request:
-    """A request with its sequences, ready for the engine. Answer i draws with seed + i. A `constraint` decides where
-    answers end, so they may always choose an end token. `reading` scores or pools the prompt, once for all answers.
+    """A request with its sequences, ready for the engine. Answer i draws with `seed` + i, by default that of the
+    parameters. A grammar decides where answers end, so they may always choose an end token. `reading` scores or pools
+    the prompt, once for all answers.
 
     With a `window` an answer may outgrow the context; without max_tokens it is at most as long as the context.
 
-    `generated` are the tokens that answers have already, from a request with the same prompt, parameters and seed: they
-    go on as that one would have, and only what is new is output. Raises `InvalidRequestError` if they cannot.
+    Answers with `generated` tokens go on as those of the request that was cut off would have, and only what is new is
+    output. Raises `InvalidRequestError` if they cannot.
     """
+    params, vocab_size = submission.params, terms.vocab_size
+    constraint = None if submission.grammar is None else submission.grammar.start()
     stops = frozenset(params.stop_token_ids)
     past_the_end = params.ignore_eos and constraint is None
-    end_ids = stops if past_the_end else stops | eos_ids
-    forbidden = eos_ids - stops if past_the_end else frozenset()
-    request = Request(
-        request_id,
-        prompt,
-        params,
-        arrival=arrival,
-        deadline=arrival + timeout_s,
-        priority=priority,
-        end_ids=end_ids,
-        tenant=tenant,
-        pins=pins,
-    )
+    end_ids = stops if past_the_end else stops | terms.eos_ids
+    timeout_s = terms.longest_s if submission.timeout_s is None else min(submission.timeout_s, terms.longest_s)
+    request = Request(submission, arrival=arrival, deadline=arrival + timeout_s, end_ids=end_ids)
+    if seed is None:
+        seed = secrets.randbits(63) if params.seed is None else params.seed
     request.seed = seed
-    limit = len(prompt) + (max_context if params.max_tokens is None else params.max_tokens)
+    limit = len(request.prompt) + (terms.max_context if params.max_tokens is None else params.max_tokens)
     if window is None:
-        limit = min(limit, max_context)
+        limit = min(limit, terms.max_context)
     given = None
-    if generated is not None:
-        most = limit - len(prompt)
-        given = validate_generated(generated, params, most=most, end_ids=end_ids, vocab_size=vocab_size)
+    if submission.generated is not None:
+        most = limit - len(request.prompt)
+        given = validate_generated(submission.generated, params, most=most, end_ids=end_ids, vocab_size=vocab_size)
     chooser = TokenChooser(
         params,
-        prompt,
+        request.prompt,
         end_ids=end_ids,
-        forbidden=forbidden,
+        forbidden=terms.eos_ids - stops if past_the_end else frozenset(),
         seed=seed,
         vocab_size=vocab_size,
-        rows=rows,
+        rows=terms.rows,
         constraint=constraint,
     )
     choosers = [chooser, *(chooser.twin(seed + index) for index in range(1, params.n))]
@@ -417,7 +393,6 @@ def build_request(
     if not request.resumed:
         request.sequences[0].reading = reading
     _pair_up([sequence for sequence in request.sequences if not (sequence.ended or sequence.n_given)])
-    request.embeds = isinstance(reading, PromptPooling)
     return request
 
 

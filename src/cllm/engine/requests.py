@@ -151,7 +151,7 @@ class Requests:
             if rewind:
                 self._kv.rewind(sequence)
             if keep and sequence.ended and sequence.index == sequence.request.first_answer:
-                for mark in sequence.request.pins:
+                for mark in sequence.request.submission.pins:
                     self._kv.pin(sequence, mark)
             self._kv.release(sequence, keep=keep)
         except Exception as error:

@@ -7,7 +7,7 @@ import logging
 from cllm.backends.base import Chunk, Drawn, Hidden, Logits, PromptScores, StepResult
 from cllm.engine.constraint import masks_for
 from cllm.engine.faults import Faults
-from cllm.engine.plan import Plan, drafted_in
+from cllm.engine.plan import StepPlan, drafted_in
 from cllm.engine.request import FinishReason, Output, Sequence, token_output
 from cllm.engine.requests import MemoryDoubt, Requests
 from cllm.engine.sampling import Choice, TokenChooser, TokenLogprob, choose
@@ -34,7 +34,7 @@ class Results:
         self._doubt = doubt
         self._max_running = max_running
 
-    def apply(self, plan: Plan, result: StepResult) -> None:
+    def apply(self, plan: StepPlan, result: StepResult) -> None:
         """Apply a step's result. Sequences that ended while it ran are skipped.
 
         Anything raised is raised before a token is chosen, so that the step can be computed again.
@@ -46,7 +46,7 @@ class Results:
         for row, sequence, chunk in drafted:
             self._take_drafted(sequence, chunk, result, row, now)
 
-    def _computed(self, plan: Plan, result: StepResult) -> tuple[list[Wanted], list[Drafted]]:
+    def _computed(self, plan: StepPlan, result: StepResult) -> tuple[list[Wanted], list[Drafted]]:
         """All tokens of the step are in memory. Which sequences take a token now, and which have drafts to verify."""
         kv, epochs = self._kv, plan.epochs
         verifies, unit = kv.verifies, kv.unit_tokens
@@ -59,7 +59,7 @@ class Results:
             next_row += wants
             if not sequence.running:
                 continue
-            if epochs is not None:  # as `Plan.settle`, without the call
+            if epochs is not None:  # as `StepPlan.settle`, without the call
                 if sequence.epoch != epochs[index]:
                     continue
                 sequence.submitted -= count

@@ -16,7 +16,7 @@ from cllm.backends.base import StepResult
 from cllm.engine.budget import StepBudget
 from cllm.engine.drafting import Drafting
 from cllm.engine.faults import Faults
-from cllm.engine.plan import Plan
+from cllm.engine.plan import StepPlan
 from cllm.engine.planner import Planner
 from cllm.engine.requests import MemoryDoubt, Requests
 from cllm.engine.results import Results
@@ -59,8 +59,8 @@ class Scheduler:
     def drafting(self) -> Drafting | None:
         return self.planner.drafting
 
-    def schedule(self) -> Plan:
+    def schedule(self) -> StepPlan:
         return self.planner.schedule()
 
-    def apply(self, plan: Plan, result: StepResult) -> None:
+    def apply(self, plan: StepPlan, result: StepResult) -> None:
         self.results.apply(plan, result)

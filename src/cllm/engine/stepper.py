@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from cllm.backends.base import Backend, StepResult
-from cllm.engine.plan import Plan
+from cllm.engine.plan import StepPlan
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.time_sharing import TimeShare
 from cllm.errors import BackendError, StepAbortedError, describe
@@ -33,7 +33,7 @@ MAX_ABORTED_STEPS = 8
 class InFlightStep(NamedTuple):
     """A step that was submitted and not collected."""
 
-    plan: Plan
+    plan: StepPlan
     ticket: Any
     started: float
 
@@ -48,8 +48,8 @@ class Stepper:
         scheduler: Scheduler,
         *,
         timer: Callable[[], float],
-        on_planned: Callable[[Plan], None] = lambda plan: None,
-        on_computed: Callable[[Plan], None] = lambda plan: None,
+        on_planned: Callable[[StepPlan], None] = lambda plan: None,
+        on_computed: Callable[[StepPlan], None] = lambda plan: None,
         upkeep_share: float = 0.0,
         time_share: TimeShare | None = None,
     ) -> None:
@@ -93,7 +93,7 @@ class Stepper:
         with time_share:
             return self._compute_step(plan)
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> StepPlan:
         plan = self._scheduler.schedule()
         self._scheduler.doubt.raise_if_any()
         if self._goes_on and plan.chunks and not self._in_flight:
@@ -101,7 +101,7 @@ class Stepper:
         self._goes_on = False
         return plan
 
-    def _compute_step(self, plan: Plan) -> bool:
+    def _compute_step(self, plan: StepPlan) -> bool:
         scheduler = self._scheduler
         if plan.chunks:
             self._on_planned(plan)
@@ -113,7 +113,7 @@ class Stepper:
             return True
         return bool(plan.chunks)
 
-    def _submit(self, plan: Plan) -> None:
+    def _submit(self, plan: StepPlan) -> None:
         if self._backend.traits.depth > 1:
             self._scheduler.planner.launch(plan)
         # No two steps in a row are aborted, so that others advance however many requests are cancelled. Nor is one that
@@ -175,14 +175,14 @@ class Stepper:
 
     # -- faults ------------------------------------------------------------------------------------------------
 
-    def _aborted(self, plan: Plan, error: StepAbortedError) -> None:
+    def _aborted(self, plan: StepPlan, error: StepAbortedError) -> None:
         self._aborted_steps += 1
         if self._aborted_steps > MAX_ABORTED_STEPS:
             raise error
         log.debug("%s", error)
         self._scheduler.faults.rewind(plan)
 
-    def _failed(self, plan: Plan, error: BackendError) -> None:
+    def _failed(self, plan: StepPlan, error: BackendError) -> None:
         log.error("a step of %d sequences failed: %s", len(plan.sequences), error)
         if error.fatal:
             raise error
@@ -199,7 +199,7 @@ class Stepper:
                     raise
             self._scheduler.faults.rewind(step.plan)
 
-    def _compute(self, plan: Plan) -> StepResult:
+    def _compute(self, plan: StepPlan) -> StepResult:
         """One step, submitted and collected at once."""
         if self._backend.traits.depth > 1:
             self._scheduler.planner.launch(plan)

@@ -1,11 +1,13 @@
 """Names of blocks: chained hashes. A block's content depends on the model and the tokens up to its end, nothing else.
 
-    fingerprint = H(the model's files, K/V types, block size, engine, instructions, ...)
-    root        = H(fingerprint, salt)                  a tenant's own, where tenants are kept apart
-    name        = H(parent's name or root, the block's tokens)
+    root = H(space)                                 a tenant's own, where tenants are kept apart
+    name = H(parent's name or root, the block's tokens)
 
-So equal names mean equal K/V, whichever process computed them, and a name reveals nothing about the tokens. BLAKE2b
-with 32 bytes: collisions cannot be found even on purpose.
+So within one model equal names mean equal K/V, whichever process computed them, and a name reveals nothing about the
+tokens. BLAKE2b with 32 bytes: collisions cannot be found even on purpose. The store on disk has a folder for every
+model, named by its fingerprint:
+
+    fingerprint = H(the model's files, K/V types, block size, engine, instructions, ...)
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ def fingerprint(content: bytes, settings: Mapping[str, str | int]) -> bytes:
     return _hash(_FINGERPRINT, len(content).to_bytes(8, "little") + content + text)
 
 
-def root_name(model: bytes, salt: bytes = b"") -> bytes:
-    """The root of this model's chains, for all that share the salt."""
-    return _hash(_ROOT, model + salt)
+def root_name(space: bytes = b"", after: bytes = b"") -> bytes:
+    """What a space's first block follows: at its root, or behind the block `after` of the common space."""
+    return _hash(_ROOT, after + space)
 
 
 def chain(parent: bytes, tokens: array[int] | NDArray[np.int32] | bytes, block_tokens: int) -> list[bytes]:

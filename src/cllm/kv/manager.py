@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from cllm.errors import UnsupportedOperationError
 from cllm.kv.events import Listener
 from cllm.kv.operations import check_range
 from cllm.kv.pins import LostPin, PinMark
@@ -44,8 +43,8 @@ class KVManager(ABC):
     unit_tokens: int = 1
     """Prefixes are shared in multiples of this."""
 
-    verifies = True
-    """Whether the backend keeps its own count of positions; if not, `verify` is not called."""
+    verifies = False
+    """Whether the backend keeps its own count of positions; if not, there is nothing to `verify` or `rewind`."""
 
     allocation_failures: int = 0
     """Times a sequence had to wait, or was preempted, for lack of memory. Counted by the caller, which alone knows
@@ -56,9 +55,6 @@ class KVManager(ABC):
 
     token_s: float = 0.0
     """Seconds to compute a token, as the engine measures it; 0: unknown."""
-
-    awaits_memory: bool = False
-    """A sequence could not be admitted, but may be once other models give memory back."""
 
     on_eviction: EvictionListener | None = None
 
@@ -72,16 +68,24 @@ class KVManager(ABC):
     def peek(self, key: bytes, space: bytes = b"") -> int:
         """Tokens of `key` (int32 bytes) that `admit` would find cached for a sequence of `space`. Changes nothing."""
 
+    @abstractmethod
     def fetch(self, sequence: KVSequence) -> bool:
         """Whether a waiting sequence should go on waiting, because a load from another tier will beat computing. Ask
         before `admit`, until it says False; other sequences may be admitted meanwhile. A sequence that stops waiting
         need not say so."""
-        return False
 
     @property
+    def awaits_memory(self) -> bool:
+        """Whether a sequence could not be admitted, but may be once other models give memory back."""
+        return False
+
+    def nobody_waits(self) -> None:  # noqa: B027 - most have nothing to do
+        """The sequence that could not be admitted is gone."""
+
+    @property
+    @abstractmethod
     def loading(self) -> int:
         """Loads under way. They hold memory, which becomes free again."""
-        return 0
 
     @abstractmethod
     def admit(self, sequence: KVSequence) -> int | None:
@@ -90,29 +94,26 @@ class KVManager(ABC):
         At least one token is left to compute. None: there is no room now, and nothing has changed.
         """
 
-    @abstractmethod
-    def arrange(self) -> None:
+    def arrange(self) -> None:  # noqa: B027 - blocks may lie in any order
         """Called before each step, after admissions: place running sequences so that they compute fast."""
 
     @abstractmethod
     def grow(self, sequence: KVSequence, count: int) -> bool:
         """Make room to compute `count` more tokens. False: there is none, and nothing has changed."""
 
+    @abstractmethod
     def grow_within_free(self, sequence: KVSequence, count: int) -> int:
         """Make room to compute up to `count` more tokens in free memory only, without evicting anything. Returns how
         many; `truncate` gives the room back."""
-        return 0
 
     @abstractmethod
     def commit(self, sequence: KVSequence) -> None:
         """A step has computed up to `num_computed`: complete units can be shared from now on."""
 
-    @abstractmethod
-    def verify(self, sequence: KVSequence) -> None:
+    def verify(self, sequence: KVSequence) -> None:  # noqa: B027
         """Compare positions with the backend's; raises `PositionMismatchError`."""
 
-    @abstractmethod
-    def rewind(self, sequence: KVSequence) -> None:
+    def rewind(self, sequence: KVSequence) -> None:  # noqa: B027
         """Discard what an unfinished step may have written past `num_computed`."""
 
     @abstractmethod
@@ -128,44 +129,44 @@ class KVManager(ABC):
 
     # -- pins and events ---------------------------------------------------------------------------------------
 
+    @abstractmethod
     def pin(self, sequence: KVSequence, mark: PinMark) -> None:
         """Protect the beginning of a sequence, which is about to be released, from eviction. `mark` says how much and
         for how long, and takes the outcome: a refused pin is no error."""
-        mark.refusal = f"{type(self).__name__} does not support pins"
 
+    @abstractmethod
     def unpin(self, name: str, space: bytes | None = None) -> bool:
         """End a pin early. False: there is no such pin (in that space)."""
-        return False
 
+    @abstractmethod
     def lost_pins(self) -> list[LostPin]:
         """Pins lost in a `reset` and neither renewed nor ended since."""
-        return []
 
+    @abstractmethod
     def held_names(self) -> tuple[int, set[bytes]]:
         """The names of all cached blocks, and the number of the latest event they include."""
-        raise self._cannot("list the blocks it holds")
 
-    def listen(self) -> Listener | None:
-        """A listener for blocks stored and removed from now on. None: there is no prefix cache."""
-        return None
+    @abstractmethod
+    def listen(self) -> Listener:
+        """A listener for blocks stored and removed from now on."""
 
     # -- operations on a sequence's memory ---------------------------------------------------------------------
     # Positions are places in memory, [0, held). Impossible operations raise `UnsupportedOperationError`. Shared memory
     # never changes. A copy of everything is `fork`.
 
+    @abstractmethod
     def remove_range(self, sequence: KVSequence, start: int, end: int) -> bool:
         """Free positions [start, end), which leaves a hole. False: there is no room for private copies of the shared
         blocks that follow; nothing has changed."""
-        raise self._cannot("remove a range")
 
+    @abstractmethod
     def shift(self, sequence: KVSequence, start: int, delta: int) -> None:
         """Add `delta` to all positions from `start` on, to close a hole. Nothing can be computed before."""
-        raise self._cannot("shift positions")
 
+    @abstractmethod
     def truncate(self, sequence: KVSequence, length: int) -> int:
         """Discard everything computed from token `length` on. Returns how many tokens stay computed; up to one unit
         fewer, because shared memory is given up in whole units."""
-        raise self._cannot("truncate a sequence")
 
     def keep_range(self, sequence: KVSequence, start: int, end: int) -> bool:
         """Free all positions but [start, end), which move to the beginning. False: there is no room to do so now, and
@@ -207,9 +208,6 @@ class KVManager(ABC):
             self.dropped_tokens += due
         return True
 
-    def _cannot(self, what: str) -> UnsupportedOperationError:
-        return UnsupportedOperationError(f"{type(self).__name__} cannot {what}")
-
     @abstractmethod
     def maintain(self, budget_s: float) -> bool:
         """Between steps or while idle, for about `budget_s`: evict down to the threshold, compact, offload.
@@ -217,11 +215,12 @@ class KVManager(ABC):
         True: there is more to do.
         """
 
+    @abstractmethod
     def upkeep_at(self) -> float | None:
         """When, by the manager's clock, `maintain` next has work to do without further events; None: never."""
-        return None
 
-    def drain(self, seconds: float) -> None:  # noqa: B027 - most have nothing to do
+    @abstractmethod
+    def drain(self, seconds: float) -> None:
         """Shutting down: write what should be kept to the slower tiers, for about `seconds` at most."""
 
     @abstractmethod
@@ -235,9 +234,9 @@ class KVManager(ABC):
     def details(self) -> dict[str, Any]:
         """What `GET /kv` shows beyond the numbers."""
 
+    @abstractmethod
     def view(self) -> KVView:
         """Which sequence or prefix holds each piece of memory."""
-        raise NotImplementedError(f"{type(self).__name__} has no view of its memory")
 
     @abstractmethod
     def examine(self) -> Iterator[int]:
@@ -258,6 +257,11 @@ class KVManager(ABC):
             if seen >= CHECK_SLICE:
                 yield seen
                 seen = 0
+
+    def _notify_arrival(self) -> None:
+        """From other threads, too."""
+        if self.on_arrival is not None:
+            self.on_arrival()
 
     def _tell_eviction(self, count: int, seconds: float) -> None:
         """A failing listener must not disturb the cache, which is in the middle of an operation."""

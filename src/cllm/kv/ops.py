@@ -65,7 +65,7 @@ class SlotOps(Protocol):
         or saved."""
 
     def shortest_saved(self, saved: SavedKV) -> int:
-        """The same of what `save` returned."""
+        """What `shortest` says, for what `save` returned."""
 
     def remove(self, slot: int, start: int, end: int | None = None) -> None: ...
 

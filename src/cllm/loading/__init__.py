@@ -7,9 +7,8 @@ open_model.py         the model's file, tokenizer, chat template and backend
 torch_model.py        the same for torch, on a CPU or a GPU
 host_cache.py         K/V in the host's memory beside a GPU's
 disk_cache.py         K/V on disk
-windows.py            rolling windows
 sampling_defaults.py  sampling parameters that a request leaves out
 embedder.py           embeddings and ranks
+text_model.py         `TextModel`: the model without its weights
 parts.py              `load_model`: all of it put together
-loaded_model.py       what can be asked of a loaded model
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cllm.config import Config
 from cllm.config.consistency import check_backend_consistency
 from cllm.config.errors import InvalidConfigError
-from cllm.kv.memory import plan_blocks, plan_slots
+from cllm.kv.sizing import plan_blocks, plan_slots
 from cllm.loading.estimate import estimate
 from cllm.loading.open_model import TokenizerCache, open_text
 

@@ -24,11 +24,11 @@ from cllm.kv.disk.files import Files
 from cllm.kv.disk.model_digest import Identity, StoppedError, content_digest, identity
 from cllm.kv.disk.store import DiskStore
 from cllm.kv.manager import KVManager
-from cllm.kv.memory import MIB, most_bytes
 from cllm.kv.ops import BlockBytes
 from cllm.kv.paged.manager import PagedKVManager
+from cllm.kv.sizing import MIB, most_bytes
+from cllm.kv.slots.manager import SlotKVManager
 from cllm.kv.tiers.disk_tier import DiskTier
-from cllm.kv.tiers.manager import TieredKVManager
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import CONFIG, HFModel
 from cllm.models.registry import kv_directory
@@ -178,7 +178,7 @@ def attach_disk_cache(
     if not settings.enabled or (files is None and not asked):
         return None
     paged = isinstance(kv, PagedKVManager)
-    if own is None or not isinstance(kv, TieredKVManager) or (paged and not isinstance(ops, BlockBytes)):
+    if own is None or not isinstance(kv, PagedKVManager | SlotKVManager) or (paged and not isinstance(ops, BlockBytes)):
         reason = f"the {backend.traits.name} backend does not support it"
     elif Files.why_not is not None:
         reason = Files.why_not
@@ -205,7 +205,11 @@ def attach_disk_cache(
 
 
 def _begin(
-    config: Config, kv: TieredKVManager, block_bytes: int, queue_bytes: int, stores: DiskStores | None
+    config: Config,
+    kv: PagedKVManager | SlotKVManager,
+    block_bytes: int,
+    queue_bytes: int,
+    stores: DiskStores | None,
 ) -> DiskCache:
     settings = config.kv.disk
     directory = kv_directory(settings.directory)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from cllm.config import Config
 from cllm.kv.disk.model_digest import identity
-from cllm.kv.memory import SLOT_PADDING
+from cllm.kv.sizing import SLOT_PADDING
 from cllm.loading.backend_choice import choose_backend, name_of, open_model_file, weights_of
 from cllm.loading.context import context_of
 from cllm.loading.disk_cache import ModelFiles, files_of
@@ -62,16 +62,16 @@ def estimate(config: Config) -> Estimate:
         from cllm.loading.fake_model import open_fake
 
         kind: Kind = "fake"
-        name, shape, weights = "fake", open_fake(config).shape, 0
+        name, spec, weights = "fake", open_fake(config).spec, 0
     else:
         model = open_model_file(config)
         files = files_of(model)
         kind = choose_backend(config, model)
-        name, shape = name_of(config, model), model.shape
+        name, spec = name_of(config, model), model.spec
         weights = weights_of(config, model, kind).size
         weight_type, sampling = model.weight_type, sampling_defaults(config, model)
     is_elastic = kind == "native" or (kind == "fake" and config.backend.fake.layout == "paged")
     device = device_of(config) if kind == "torch" else "cpu"
-    context = context_of(config, shape)
-    token_bytes = kv_bytes_per_token(config.resources, shape)
+    context = context_of(config, spec)
+    token_bytes = kv_bytes_per_token(config.resources, spec)
     return Estimate(name, kind, weights, token_bytes, context, is_elastic, device, files, weight_type, sampling)

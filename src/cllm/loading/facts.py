@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cllm.backends.base import Backend, BackendTraits
-from cllm.loading.context import ContextLimit
-from cllm.models.shape import ModelShape
+from cllm.backends.base import BackendTraits
+from cllm.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,34 +19,10 @@ class ModelFacts:
     file_bytes: int
     """The size of all its files; 0 if there are none."""
     traits: BackendTraits
-    shape: ModelShape
+    spec: ModelSpec
     max_context: int
     context_advice: str
     """For a client whose prompt is longer than that."""
     bytes_per_token: int
     unit_tokens: int
     """The smallest piece of K/V memory."""
-
-
-def facts_of(
-    name: str,
-    weights: str,
-    backend: Backend,
-    *,
-    context: ContextLimit,
-    bytes_per_token: int,
-    unit_tokens: int,
-    file_bytes: int = 0,
-) -> ModelFacts:
-    """Once the backend has its K/V memory."""
-    return ModelFacts(
-        name=name,
-        weights=weights,
-        file_bytes=file_bytes,
-        traits=backend.traits,
-        shape=backend.shape,
-        max_context=context.tokens,
-        context_advice=context.advice,
-        bytes_per_token=bytes_per_token,
-        unit_tokens=unit_tokens,
-    )

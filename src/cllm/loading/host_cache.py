@@ -8,9 +8,9 @@ from cllm.backends.base import Backend, OpensHostRows
 from cllm.config import Config
 from cllm.errors import ConfigError
 from cllm.kv.manager import KVManager
-from cllm.kv.memory import MIB
 from cllm.kv.ops import BlockBytes
 from cllm.kv.paged.manager import PagedKVManager
+from cllm.kv.sizing import MIB
 from cllm.kv.tiers.host_tier import HostTier
 from cllm.machine import mib, read_memory_limits, tightest
 

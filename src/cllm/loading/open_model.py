@@ -14,7 +14,7 @@ from cllm.errors import ConfigError, ModelError
 from cllm.kv.ledger import Account
 from cllm.loading.backend_choice import choose_backend, name_of, open_model_file, weights_of
 from cllm.loading.context import context_of
-from cllm.loading.disk_cache import DiskStores, ModelFiles, files_of
+from cllm.loading.disk_cache import DiskStores
 from cllm.loading.resources import choose_kv_bytes, choose_threads
 from cllm.loading.sampling_defaults import SamplingDefaults, sampling_defaults
 from cllm.loading.torch_model import Model, open_torch
@@ -75,15 +75,6 @@ class OpenedText:
     """None: the fake backend's."""
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedModel:
-    text: OpenedText
-    backend: Backend
-    kv_bytes: int | None
-    """The K/V budget; None for the fake backend, which has no memory."""
-    files: ModelFiles | None = None
-
-
 def open_text(config: Config, cache: TokenizerCache) -> OpenedText:
     """Raises `ModelError` or `ConfigError`."""
     if config.backend.type == "fake":
@@ -95,32 +86,28 @@ def open_text(config: Config, cache: TokenizerCache) -> OpenedText:
     return OpenedText(name_of(config, model), tokenizer, template, defaults, _text_end(model), pairs, model)
 
 
-def open_model(config: Config, share: ModelShare, before_mapping: Callable[[], None] | None) -> OpenedModel:
-    text = open_text(config, share.tokenizers)
-    model, name = text.model, text.name
+def open_backend(
+    config: Config, text: OpenedText, share: ModelShare, before_mapping: Callable[[], None] | None
+) -> tuple[Backend, int | None]:
+    """The backend with the model's weights, and its K/V budget; None for the fake backend, which has no memory."""
+    model = text.model
     if model is None:
         from cllm.loading.fake_model import open_fake
 
-        return OpenedModel(text, open_fake(config), share.kv_bytes)
-    files = files_of(model)
-    context_of(config, model.shape)  # before the weights are loaded
+        return open_fake(config), share.kv_bytes
+    context_of(config, model.spec)  # before the weights are loaded
     kind = choose_backend(config, model)
     if problems := check_backend_consistency(config, kind):  # those that `backend.type: auto` left open
         raise InvalidConfigError(problems)
     threads = choose_threads(config.backend.threads, read_cpus())
     if kind == "torch" or isinstance(model, HFModel):
-        running = paged_max_running(config)
-        backend: Backend
-        backend, kv_bytes = open_torch(config, model, name, threads, running, share.kv_bytes)
-    else:
-        if share.kv_bytes is None:
-            kv_bytes = choose_kv_bytes(config.resources, weights_of(config, model, kind), read_memory_limits())
-        else:
-            kv_bytes = share.kv_bytes
-        if before_mapping is not None and kind == "llama_cpp" and config.backend.llama_cpp.mmap:
-            before_mapping()
-        backend = (_open_native if kind == "native" else _open_llama_cpp)(config, model, threads)
-    return OpenedModel(text, backend, kv_bytes, files)
+        return open_torch(config, model, text.name, threads, paged_max_running(config), share.kv_bytes)
+    kv_bytes = share.kv_bytes
+    if kv_bytes is None:
+        kv_bytes = choose_kv_bytes(config.resources, weights_of(config, model, kind), read_memory_limits())
+    if before_mapping is not None and kind == "llama_cpp" and config.backend.llama_cpp.mmap:
+        before_mapping()
+    return (_open_native if kind == "native" else _open_llama_cpp)(config, model, threads), kv_bytes
 
 
 def paged_max_running(config: Config) -> int:

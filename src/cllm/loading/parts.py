@@ -14,18 +14,25 @@ from cllm.engine.drafting import Drafting
 from cllm.engine.row_sampler import RowSampler, fastest_sampler
 from cllm.engine.scheduler import Scheduler
 from cllm.kv.manager import KVManager
-from cllm.kv.memory import MIB, plan_blocks, plan_slots, slot_tokens_within
 from cllm.kv.ops import BlockGeometry, BlockOps, SlotOps
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.paged.upkeep import UpkeepSettings
+from cllm.kv.sizing import MIB, plan_blocks, plan_slots, slot_tokens_within
 from cllm.kv.slots.manager import SlotKVManager
 from cllm.loading.context import ENOUGH_TOKENS, ContextLimit, Memory, context_of, context_within, limit_of
-from cllm.loading.disk_cache import DiskCache, attach_disk_cache
-from cllm.loading.facts import facts_of
+from cllm.loading.disk_cache import DiskCache, ModelFiles, attach_disk_cache, files_of
+from cllm.loading.facts import ModelFacts
 from cllm.loading.host_cache import attach_host_cache
-from cllm.loading.open_model import PAGED_MAX_RUNNING, ModelShare, OpenedModel, open_model, paged_max_running
+from cllm.loading.open_model import (
+    PAGED_MAX_RUNNING,
+    ModelShare,
+    OpenedText,
+    open_backend,
+    open_text,
+    paged_max_running,
+)
 from cllm.loading.resources import kv_bytes_per_token
-from cllm.loading.text_parts import TextParts, build_text_parts
+from cllm.loading.text_model import TextModel
 from cllm.loading.weights_id import weights_id
 from cllm.machine import mib
 from cllm.work.pool import Workers
@@ -40,7 +47,7 @@ AHEAD_BYTES = 64 * MIB
 class ModelParts:
     """A loaded model, without the engine's thread."""
 
-    text: TextParts
+    text: TextModel
     row_sampler: RowSampler
     backend: Backend
     scheduler: Scheduler
@@ -70,38 +77,47 @@ def load_model(
     """
     share = share or ModelShare()
     row_sampler = fastest_sampler(config.backend.native.instruction_set)
-    opened = open_model(config, share, before_mapping)
+    text = open_text(config, share.tokenizers)
+    files = None if text.model is None else files_of(text.model)
+    backend, budget = open_backend(config, text, share, before_mapping)
     try:
-        return _build(config, opened, share, row_sampler, workers)
+        return _build(config, text, files, backend, budget, share, row_sampler, workers)
     except BaseException:
-        opened.backend.close()
+        backend.close()
         raise
 
 
 def _build(
-    config: Config, opened: OpenedModel, share: ModelShare, row_sampler: RowSampler, workers: Workers
+    config: Config,
+    opened: OpenedText,
+    files: ModelFiles | None,
+    backend: Backend,
+    budget: int | None,
+    share: ModelShare,
+    row_sampler: RowSampler,
+    workers: Workers,
 ) -> ModelParts:
-    backend = opened.backend
-    shape = backend.shape
-    token_bytes = kv_bytes_per_token(config.resources, shape)
-    context = min(context_of(config, shape, backend.traits.context_cap), share.context or shape.context_length)
-    budget = opened.kv_bytes
+    spec = backend.spec
+    token_bytes = kv_bytes_per_token(config.resources, spec)
+    context = min(context_of(config, spec, backend.traits.context_cap), share.context or spec.context_length)
     if budget is None:
         budget = _fake_bytes(config, token_bytes, context)
     if backend.traits.layout == "slots":
         memory = _slot_memory(config, backend, budget, token_bytes, context)
     else:
         memory = _block_memory(config, backend, budget, token_bytes, context, share)
-    facts = facts_of(
-        opened.text.name,
-        "fake" if opened.files is None else weights_id(opened.files.paths),
-        backend,
-        context=memory.context,
+    facts = ModelFacts(
+        name=opened.name,
+        weights="fake" if files is None else weights_id(files.paths),
+        file_bytes=0 if files is None else files.size,
+        traits=backend.traits,
+        spec=spec,
+        max_context=memory.context.tokens,
+        context_advice=memory.context.advice,
         bytes_per_token=token_bytes,
         unit_tokens=memory.kv.unit_tokens,
-        file_bytes=0 if opened.files is None else opened.files.size,
     )
-    text = build_text_parts(config, opened.text, facts, share.tokenizers, workers)
+    text = TextModel(config, opened, facts, share.tokenizers, workers)
     scheduler = Scheduler(
         memory.kv,
         _step_budget(config, backend),
@@ -120,7 +136,7 @@ def _build(
         f"{token_bytes:,}",
     )
     attach_host_cache(config, backend, memory.kv)
-    disk = attach_disk_cache(config, backend, facts.name, opened.files, memory.kv, token_bytes, share.stores)
+    disk = attach_disk_cache(config, backend, facts.name, files, memory.kv, token_bytes, share.stores)
     return ModelParts(text=text, row_sampler=row_sampler, backend=backend, scheduler=scheduler, disk=disk)
 
 
@@ -196,8 +212,8 @@ def _slot_memory(config: Config, backend: Backend, budget: int, token_bytes: int
 
 
 def _limit(config: Config, backend: Backend, tokens: int, memory: Memory) -> ContextLimit:
-    allowed = context_of(config, backend.shape, backend.traits.context_cap)
-    return limit_of(config, backend.shape, allowed=allowed, tokens=tokens, memory=memory)
+    allowed = context_of(config, backend.spec, backend.traits.context_cap)
+    return limit_of(config, backend.spec, allowed=allowed, tokens=tokens, memory=memory)
 
 
 def _idle_bytes(config: Config, budget: int, least: int) -> int:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from cllm.config.schema import ResourcesConfig
 from cllm.errors import ConfigError, ModelError
-from cllm.kv.memory import MIB
+from cllm.kv.sizing import MIB
 from cllm.machine import Cpus, MemoryLimit, default_threads, mib, tightest
-from cllm.models.shape import ModelShape
+from cllm.models.spec import ModelSpec
 
 log = logging.getLogger("cllm")
 
@@ -45,8 +45,8 @@ def choose_threads(asked: int | None, cpus: Cpus) -> int:
     return asked
 
 
-def kv_bytes_per_token(settings: ResourcesConfig, shape: ModelShape) -> int:
-    return shape.kv_bytes_per_token(settings.kv_type_k, settings.kv_type_v)
+def kv_bytes_per_token(settings: ResourcesConfig, spec: ModelSpec) -> int:
+    return spec.kv_bytes_per_token(settings.kv_type_k, settings.kv_type_v)
 
 
 def choose_kv_bytes(settings: ResourcesConfig, weights: Weights, limits: Sequence[MemoryLimit]) -> int:

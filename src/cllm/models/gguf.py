@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 
 from cllm.errors import ModelError
 from cllm.models.gguf_header import DamagedError, HeaderReader, TensorInfo, short
-from cllm.models.shape import ModelShape
+from cllm.models.spec import MOST_LAYERS, AttentionSpec, LayerSpec, ModelSpec
 from cllm.models.unchanged_file import FileStamp, UnchangedFile, unreadable
 
 T = TypeVar("T")
 
 _ADVICE = "use another .gguf file"
+DAMAGED_ADVICE = f"download it again or {_ADVICE}"
 
 _POOLING: dict[int, Literal["last", "mean", "cls"]] = {1: "mean", 2: "cls", 3: "last"}
 _RANK = 4
@@ -39,7 +40,8 @@ class GGUFModel:
 
     path: Path
     name: str
-    shape: ModelShape
+    spec: ModelSpec
+    """Sizes alone: `gguf_decoder.decoder_spec` says what else there is to a model that we run ourselves."""
     stamp: FileStamp
     """Identifies the file whose header was read."""
     metadata: Mapping[str, Any] = field(repr=False)
@@ -93,15 +95,15 @@ class GGUFModel:
     @property
     def is_causal(self) -> bool:
         """Whether a token attends only to those before it. Otherwise the model cannot generate."""
-        return self.get(f"{self.shape.architecture}.attention.causal", True)
+        return self.get(f"{self.spec.architecture}.attention.causal", True)
 
     @property
     def _pooling_type(self) -> int:
-        return self.get(f"{self.shape.architecture}.pooling_type", 0)
+        return self.get(f"{self.spec.architecture}.pooling_type", 0)
 
     def size(self, suffix: str) -> int:
         """A required size under the architecture's prefix."""
-        return _read_size(self.metadata, self.shape.architecture, self.path, suffix)
+        return _read_size(self.metadata, self.spec.architecture, self.path, suffix)
 
     def check_unchanged(self) -> None:
         """Raise `ModelError` if the file is no longer the one whose header was read."""
@@ -121,9 +123,11 @@ class GGUFModel:
         except OSError as error:
             raise unreadable(path, error, _ADVICE) from error
         except DamagedError as error:
-            raise ModelError(f"{path}: {error}; download it again or use another .gguf file") from error
+            raise ModelError(f"{path}: {error}; {DAMAGED_ADVICE}") from error
         name = _get(metadata, "general.name", "", path) or path.stem
-        return cls(path, name, _read_shape(metadata, path), stamp, metadata, tensors)
+        return cls(
+            path, name, _read_sizes(metadata, path, tied="output.weight" not in tensors), stamp, metadata, tensors
+        )
 
 
 class TensorFile(UnchangedFile):
@@ -185,7 +189,7 @@ def _get_strings(metadata: Mapping[str, Any], key: str, path: Path) -> list[str]
     return value
 
 
-def _read_shape(metadata: Mapping[str, Any], path: Path) -> ModelShape:
+def _read_sizes(metadata: Mapping[str, Any], path: Path, *, tied: bool) -> ModelSpec:
     architecture = _get(metadata, "general.architecture", "", path)
     if not re.fullmatch(r"[\w.-]{1,64}", architecture):
         found = f"is {short(architecture)}" if architecture else "is missing"
@@ -194,16 +198,20 @@ def _read_shape(metadata: Mapping[str, Any], path: Path) -> ModelShape:
     read = partial(_read_size, metadata, architecture, path)
     n_embd, n_heads = read("embedding_length"), read("attention.head_count")
     tokens = _get_strings(metadata, "tokenizer.ggml.tokens", path)
-    return ModelShape(
-        architecture=architecture,
-        n_layers=read("block_count"),
-        n_embd=n_embd,
+    n_layers = min(read("block_count"), MOST_LAYERS)
+    attention = AttentionSpec(
         n_heads=n_heads,
         n_kv_heads=read("attention.head_count_kv", n_heads),
         head_dim_k=read("attention.key_length", n_embd // n_heads),
         head_dim_v=read("attention.value_length", n_embd // n_heads),
+    )
+    return ModelSpec(
+        architecture=architecture,
+        n_embd=n_embd,
         n_vocab=len(tokens) or read("vocab_size"),
         context_length=read("context_length"),
+        layers=(LayerSpec(attention),) * n_layers,
+        tied=tied,
     )
 
 

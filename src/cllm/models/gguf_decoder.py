@@ -8,18 +8,20 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Container, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 from gguf import GGMLQuantizationType
 
 from cllm.errors import ModelError
-from cllm.models.gguf import GGUFModel
+from cllm.models.gguf import DAMAGED_ADVICE, GGUFModel, TensorFile
 from cllm.models.gguf_header import short
+from cllm.models.spec import FeedForwardSpec, LayerSpec, ModelSpec, Rotation
 
 # Whether RoPE pairs dimension i of a head with i + half of them (otherwise 2i with 2i + 1).
 ROPE_NEOX = {"llama": False, "qwen2": True, "qwen3": True}
-
+ROPE_FREQS = "rope_freqs.weight"
 
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,8})\.(.+)")
 
@@ -51,21 +53,10 @@ class TensorSpec(NamedTuple):
     cols: int
 
 
-@dataclass(frozen=True, slots=True)
-class DecoderParams:
-    """Parameters in the metadata beyond `ModelShape`."""
-
-    n_ff: int
-    rms_eps: float
-    rope_base: float
-    rope_dims: int
-    rope_frequency_scale: float
-
-
 def unsupported_reason(model: GGUFModel, types: Container[int]) -> str | None:
     """Why the model is not a plain decoder, as one clause; None if it is. `types`: the supported tensor types."""
-    if model.shape.architecture not in ROPE_NEOX:
-        return f"its architecture is {model.shape.architecture}, not one of {', '.join(ROPE_NEOX)}"
+    if model.spec.architecture not in ROPE_NEOX:
+        return f"its architecture is {model.spec.architecture}, not one of {', '.join(ROPE_NEOX)}"
     if model.ranks:
         return "it ranks documents instead of generating text (pooling_type 4)"
     if not model.is_causal:
@@ -77,32 +68,66 @@ def unsupported_reason(model: GGUFModel, types: Container[int]) -> str | None:
     return _unsupported_tensors(model, types)
 
 
-def read_params(model: GGUFModel) -> DecoderParams:
-    architecture, factor = model.shape.architecture, rope_factor(model)
-    scaled = model.get(f"{architecture}.rope.scaling.type", "linear") == "linear"
-    return DecoderParams(
-        n_ff=model.size("feed_forward_length"),
-        rms_eps=_positive(model, "attention.layer_norm_rms_epsilon", None),
-        rope_base=_positive(model, "rope.freq_base", 10000.0),
-        rope_dims=int(number(model, "rope.dimension_count", model.shape.head_dim_k)),
-        rope_frequency_scale=1.0 / factor if scaled else 1.0,
+def decoder_spec(model: GGUFModel) -> ModelSpec:
+    """All of a model for which there is no `unsupported_reason`."""
+    (sizes, *_), architecture = model.spec.layers, model.spec.architecture
+    feed_forward = FeedForwardSpec(model.size("feed_forward_length"))
+    eps = _positive(model, "attention.layer_norm_rms_epsilon", None)
+    attention = replace(
+        sizes.attention,
+        rotation=_read_rotation(model),
+        qkv_bias="blk.0.attn_q.bias" in model.tensors,
+        qk_norm=architecture == "qwen3",
     )
+    return replace(model.spec, layers=(LayerSpec(attention, feed_forward),) * model.spec.n_layers, rms_eps=eps)
+
+
+def rope_dims(model: GGUFModel) -> int:
+    return int(number(model, "rope.dimension_count", model.spec.layers[0].attention.head_dim_k))
+
+
+def _read_rotation(model: GGUFModel) -> Rotation:
+    architecture, dims = model.spec.architecture, rope_dims(model)
+    scaled = model.get(f"{architecture}.rope.scaling.type", "linear") == "linear"
+    return Rotation(
+        base=_positive(model, "rope.freq_base", 10000.0),
+        dims=dims,
+        neox=ROPE_NEOX[architecture],
+        scale=rope_factor(model) if scaled else 1.0,
+        divisors=_read_divisors(model, dims // 2) if ROPE_FREQS in model.tensors else None,
+    )
+
+
+def _read_divisors(model: GGUFModel, pairs: int) -> tuple[float, ...]:
+    check_size(model, ROPE_FREQS, pairs)
+    with TensorFile(model) as file:
+        values = file.read(ROPE_FREQS).view(np.float32).tolist()
+    if not all(math.isfinite(value) and value > 0 for value in values):
+        raise ModelError(f"{model.path}: the tensor {ROPE_FREQS} has factors that are not positive; {DAMAGED_ADVICE}")
+    return tuple(values)
+
+
+def check_size(model: GGUFModel, name: str, *asked: int) -> None:
+    has = model.tensors[name].shape
+    if (*has, 1, 1, 1, 1)[:4] != (*asked, 1, 1, 1)[:4]:
+        found, wanted = (" x ".join(map(str, shape)) for shape in (has, asked))
+        raise ModelError(f"{model.path}: the tensor {name} is {found}, but should be {wanted}; {DAMAGED_ADVICE}")
 
 
 def rope_factor(model: GGUFModel) -> float:
     """The factor by which positions are scaled; 0 means none."""
     for suffix in ("rope.scaling.factor", "rope.scale_linear"):
-        if f"{model.shape.architecture}.{suffix}" in model.metadata:
+        if f"{model.spec.architecture}.{suffix}" in model.metadata:
             return _positive(model, suffix, 1.0) if number(model, suffix, 1.0) else 1.0
     return 1.0
 
 
 def number(model: GGUFModel, suffix: str, default: float) -> float:
-    return model.get(f"{model.shape.architecture}.{suffix}", float(default))
+    return model.get(f"{model.spec.architecture}.{suffix}", float(default))
 
 
 def _positive(model: GGUFModel, suffix: str, default: float | None) -> float:
-    key = f"{model.shape.architecture}.{suffix}"
+    key = f"{model.spec.architecture}.{suffix}"
     if default is None and key not in model.metadata:
         raise ModelError(f"{model.path}: the metadata key {key} is missing; use a complete .gguf file")
     value = number(model, suffix, default or 0.0)
@@ -113,37 +138,33 @@ def _positive(model: GGUFModel, suffix: str, default: float | None) -> float:
     return value
 
 
-def outer_tensors(model: GGUFModel, rope_dims: int) -> Iterator[TensorSpec]:
-    shape = model.shape
-    yield TensorSpec("token_embd.weight", -1, "token_embd", shape.n_vocab, shape.n_embd)
-    yield TensorSpec("output_norm.weight", -1, "output_norm", 1, shape.n_embd)
-    yield TensorSpec("output.weight", -1, "output", shape.n_vocab, shape.n_embd)
-    if shape.architecture == "llama":
-        yield TensorSpec("rope_freqs.weight", -1, "rope_freqs", 1, rope_dims // 2)
+def outer_tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
+    yield TensorSpec("token_embd.weight", -1, "token_embd", spec.n_vocab, spec.n_embd)
+    yield TensorSpec("output_norm.weight", -1, "output_norm", 1, spec.n_embd)
+    yield TensorSpec("output.weight", -1, "output", spec.n_vocab, spec.n_embd)
 
 
-def layer_tensors(model: GGUFModel, layer: int, n_ff: int) -> Iterator[TensorSpec]:
-    shape = model.shape
-    n_embd, head_dim = shape.n_embd, shape.head_dim_k
-    q_size, kv_size = shape.n_heads * head_dim, shape.n_kv_heads * head_dim
+def layer_tensors(spec: ModelSpec, index: int) -> Iterator[TensorSpec]:
+    layer, n_embd = spec.layers[index], spec.n_embd
+    attention, n_ff, head_dim = layer.attention, layer.feed_forward.size, layer.attention.head_dim_k
     sizes = {
         "attn_norm.weight": (1, n_embd),
-        "attn_q.weight": (q_size, n_embd),
-        "attn_k.weight": (kv_size, n_embd),
-        "attn_v.weight": (kv_size, n_embd),
-        "attn_q.bias": (1, q_size),
-        "attn_k.bias": (1, kv_size),
-        "attn_v.bias": (1, kv_size),
-        "attn_output.weight": (n_embd, q_size),
+        "attn_q.weight": (attention.q_size, n_embd),
+        "attn_k.weight": (attention.k_size, n_embd),
+        "attn_v.weight": (attention.v_size, n_embd),
+        "attn_q.bias": (1, attention.q_size),
+        "attn_k.bias": (1, attention.k_size),
+        "attn_v.bias": (1, attention.v_size),
+        "attn_output.weight": (n_embd, attention.output_size),
         "ffn_norm.weight": (1, n_embd),
         "ffn_gate.weight": (n_ff, n_embd),
         "ffn_up.weight": (n_ff, n_embd),
         "ffn_down.weight": (n_embd, n_ff),
     }
-    if shape.architecture == "qwen3":
+    if spec.architecture == "qwen3":
         sizes |= {"attn_q_norm.weight": (1, head_dim), "attn_k_norm.weight": (1, head_dim)}
     for name, (rows, cols) in sizes.items():
-        yield TensorSpec(f"blk.{layer}.{name}", layer, name.removesuffix(".weight"), rows, cols)
+        yield TensorSpec(f"blk.{index}.{name}", index, name.removesuffix(".weight"), rows, cols)
 
 
 def shown(value: object, limit: int = 60) -> str:
@@ -159,27 +180,28 @@ def _unsupported_experts(model: GGUFModel) -> str | None:
 
 def _unsupported_keys(model: GGUFModel) -> str | None:
     for suffix, harmless in _UNSUPPORTED_KEYS.items():
-        value = model.get(f"{model.shape.architecture}.{suffix}", cast(Any, None))
+        value = model.get(f"{model.spec.architecture}.{suffix}", cast(Any, None))
         if value is not None and value not in harmless:
             return f"its {suffix} is {shown(value)}, which is not supported"
     window = number(model, "attention.sliding_window", 0)
-    if 0 < window < model.shape.context_length:
+    if 0 < window < model.spec.context_length:
         return f"its attention has a sliding window of {window:g} tokens"
     return None
 
 
 def _unsupported_rope(model: GGUFModel) -> str | None:
-    kind = model.get(f"{model.shape.architecture}.rope.scaling.type", "linear")
+    kind = model.get(f"{model.spec.architecture}.rope.scaling.type", "linear")
     if kind not in ("none", "linear") and not (kind == "yarn" and rope_factor(model) == 1.0):
         return f"its RoPE scaling is {shown(kind)}, not none or linear"
-    dims = number(model, "rope.dimension_count", model.shape.head_dim_k)
-    if not 0 < dims <= model.shape.head_dim_k or dims % 2:
-        return f"its RoPE rotates {dims:g} of {model.shape.head_dim_k} dimensions of a head"
+    head_dim = model.spec.layers[0].attention.head_dim_k
+    dims = number(model, "rope.dimension_count", head_dim)
+    if not 0 < dims <= head_dim or dims % 2:
+        return f"its RoPE rotates {dims:g} of {head_dim} dimensions of a head"
     return None
 
 
 def _unsupported_heads(model: GGUFModel) -> str | None:
-    shape = model.shape
+    shape = model.spec.layers[0].attention
     if shape.head_dim_k != shape.head_dim_v:
         return f"its keys have {shape.head_dim_k} dimensions and its values {shape.head_dim_v}"
     if shape.n_heads % shape.n_kv_heads:
@@ -188,13 +210,15 @@ def _unsupported_heads(model: GGUFModel) -> str | None:
 
 
 def _unsupported_tensors(model: GGUFModel, types: Container[int]) -> str | None:
-    known = {item.name for item in outer_tensors(model, 1)}
-    in_layers = {item.name for item in layer_tensors(model, 0, 1)}
+    known = {item.name for item in outer_tensors(model.spec)}
+    if model.spec.architecture == "llama":
+        known.add(ROPE_FREQS)
+    in_layers = {item.name for item in layer_tensors(model.spec, 0)}
     for name, info in model.tensors.items():
         match = _LAYER_TENSOR.fullmatch(name)
-        in_layer = match is not None and int(match[1]) < model.shape.n_layers and f"blk.0.{match[2]}" in in_layers
+        in_layer = match is not None and int(match[1]) < model.spec.n_layers and f"blk.0.{match[2]}" in in_layers
         if not in_layer and name not in known:
-            return f"it has the tensor {shown(name)}, which is unknown for {model.shape.architecture}"
-        if info.type not in types or (name == "rope_freqs.weight" and info.type != GGMLQuantizationType.F32):
+            return f"it has the tensor {shown(name)}, which is unknown for {model.spec.architecture}"
+        if info.type not in types or (name == ROPE_FREQS and info.type != GGMLQuantizationType.F32):
             return f"its tensor {name} is of type {GGMLQuantizationType(info.type).name}"
     return None

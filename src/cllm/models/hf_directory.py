@@ -10,20 +10,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from cllm.errors import ModelError
 from cllm.models.gguf_header import short
-from cllm.models.hf_config import HFParams, read_config
+from cllm.models.hf_config import read_config
 from cllm.models.json_file import FETCH_AGAIN, Fields, read_json
 from cllm.models.safetensors_file import StoredTensor, read_header
-from cllm.models.shape import ModelShape
+from cllm.models.spec import ModelSpec
 from cllm.models.unchanged_file import FileStamp
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
+HEAD = "lm_head.weight"
 INDEX = "model.safetensors.index.json"
 FETCHED = (
     *(CONFIG, "generation_config.json", "model*.safetensors", INDEX),
@@ -40,8 +41,7 @@ _MAX_PARTS = 4096
 class HFModel:
     path: Path
     name: str
-    shape: ModelShape
-    params: HFParams
+    spec: ModelSpec
     config: Mapping[str, Any] = field(repr=False)
     stamps: Mapping[Path, FileStamp] = field(repr=False)
     """Identify the weight files whose headers were read."""
@@ -59,9 +59,11 @@ class HFModel:
         config = read_json(path / CONFIG, _MAX_CONFIG_BYTES)
         if config is None:
             raise ModelError(f"{path}: has no {CONFIG}, so it is not a Hugging Face model; use another directory")
-        shape, params = read_config(Fields(path / CONFIG, config))
+        spec = read_config(Fields(path / CONFIG, config))
         stamps, tensors = _read_tensors(path)
-        return cls(path, path.resolve().name, shape, params, config, stamps, tensors)
+        if config.get("tie_word_embeddings") is None:
+            spec = replace(spec, tied=HEAD not in tensors)
+        return cls(path, path.resolve().name, spec, config, stamps, tensors)
 
 
 def is_hf_directory(path: Path) -> bool:

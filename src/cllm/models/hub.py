@@ -23,10 +23,11 @@ import psutil
 
 from cllm.errors import ModelError
 from cllm.machine import install_extra, read_memory_limits, total_memory
-from cllm.models.fetch import Progress, directory_bytes, show_progress, storage_errno, storage_failure, watch
+from cllm.models.fetch import directory_bytes, show_progress, storage_errno, storage_failure, watch
 from cllm.models.gguf_choice import Choice, choose, gguf_files
 from cllm.models.hf_directory import CONFIG
 from cllm.models.json_file import read_json
+from cllm.models.load_progress import ByteProgress
 
 log = logging.getLogger("cllm")
 
@@ -81,7 +82,7 @@ class _Revision:
 
 
 def fetch_hub_model(
-    model: HubModel, cache: Path, progress: Progress | None, *, refresh: bool, on_choice: OnChoice | None = None
+    model: HubModel, cache: Path, progress: ByteProgress | None, *, refresh: bool, on_choice: OnChoice | None = None
 ) -> Path:
     """The directory with the files, or the .gguf file, in `cache`. A model that is already there is used without asking
     the hub, unless `refresh` is set and the hub is reachable."""

@@ -12,6 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+ByteProgress = Callable[[int, int], None]
+"""Called with the bytes that there are and that there will be."""
+
 _LOG = logging.getLogger(__name__)
 _SILENT_S = 1.5
 _LOG_EVERY_S = 5.0
@@ -27,7 +30,7 @@ class LoadProgress:
         self._console = console if console is not None else Console(stderr=True)
         self._clock = clock
         self._next = clock() + _SILENT_S
-        self._show: Callable[[int, int], None] | None = None
+        self._show: ByteProgress | None = None
         self._open = ExitStack()
 
     def __enter__(self) -> LoadProgress:

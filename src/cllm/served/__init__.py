@@ -1,11 +1,15 @@
-"""Several models behind one server.
+"""The models behind a server: one, or several that share its memory.
 
+model_set.py what a server needs of them
 entries.py   the configured models: names, settings, memory estimates
-memory.py    how much memory each may take of the common budget
-models.py    loading and unloading
+fixed.py     models that stay loaded, such as the only one
+models.py    several: loading and unloading
+memory.py    how much memory each of several may take of the common budget
 """
 
 from cllm.served.entries import ServedModel
-from cllm.served.models import ServedModels
+from cllm.served.fixed import FixedModels, only_model
+from cllm.served.model_set import ModelSet
+from cllm.served.models import ServedModels, open_models
 
-__all__ = ["ServedModel", "ServedModels"]
+__all__ = ["FixedModels", "ModelSet", "ServedModel", "ServedModels", "only_model", "open_models"]

@@ -28,9 +28,10 @@ State = Literal["unloaded", "loading", "ready", "unloading", "failed"]
 
 @dataclass(slots=True, eq=False)
 class ServedModel:
-    """One of several models, loaded or not."""
+    """A model behind a server, loaded or not."""
 
-    name: str
+    called: str | None
+    """None: as its file says, which is known once it is loaded."""
     names: tuple[str, ...]
     """All names that requests may use."""
     config: Config
@@ -55,6 +56,13 @@ class ServedModel:
     changing: asyncio.Task[None] | None = None
     """The task that loads or unloads it."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def name(self) -> str:
+        if self.called is None:
+            assert self.llm is not None
+            return self.llm.model_name
+        return self.called
 
     @property
     def store(self) -> Path | None:
@@ -87,7 +95,7 @@ class ServedModel:
             self.last_used = time.monotonic()
 
     def snapshot(self) -> EngineSnapshot | None:
-        return self.llm.snapshot() if self.llm is not None and self.ready else None
+        return self.llm.executor.snapshot() if self.llm is not None and self.ready else None
 
     def release(self) -> None:
         """The end of an `acquire`."""

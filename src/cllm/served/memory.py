@@ -12,8 +12,8 @@ from dataclasses import replace
 from cllm.config import Config
 from cllm.errors import ConfigError
 from cllm.kv.ledger import MemoryLedger
-from cllm.kv.memory import MIB
 from cllm.kv.paged.resizing import extent_size
+from cllm.kv.sizing import MIB
 from cllm.loading.context import context_within
 from cllm.loading.torch_model import GPU_KV_FRACTION, gpu_room
 from cllm.machine import MemoryLimit, mib, read_memory_limits, tightest

@@ -35,7 +35,9 @@ from cllm.loading.text_work import PRELOADED
 from cllm.machine.resident import give_heap_back, resident_bytes
 from cllm.observe.metrics import EngineCollector, MetricsObserver, ModelsCollector
 from cllm.served.entries import ServedModel, State, by_name, check_disk_limits, load_failed, read_entries, unavailable
+from cllm.served.fixed import only_model
 from cllm.served.memory import DeviceMemory, choose_memories, say_what_is_held
+from cllm.served.model_set import ModelSet
 from cllm.work.owner import for_nobody
 from cllm.work.pool import Workers
 
@@ -53,7 +55,7 @@ RETRY_S = 10.0
 """How long requests for a model are refused after it could not be loaded."""
 
 
-class ServedModels:
+class ServedModels(ModelSet):
     """Raises `ConfigError` or `ModelError` for models that can never be served. Loads nothing before `start`."""
 
     def __init__(self, config: Config, *, before_mapping: Callable[[], None] | None = None) -> None:
@@ -62,13 +64,10 @@ class ServedModels:
         check_disk_limits(self.models)
         self._by_name = by_name(self.models)
         self._before_mapping = before_mapping
-        self.on_loaded: Callable[[ServedModel, AsyncLLM], Awaitable[None]] | None = None
-        """Called after a model is loaded, before requests use it."""
-        self.on_unloaded: Callable[[ServedModel], None] = lambda served: None
-        """Called after a model is unloaded."""
+        self.sharing = self
         self._time_sharing = TimeSharing()
         self._stores = DiskStores()
-        self.workers: Workers | None = Workers(config.work, PRELOADED)
+        self._workers = Workers(config.work, PRELOADED)
         self._one_at_a_time = asyncio.Lock()
         self._stopping = False
         self._started = False
@@ -93,10 +92,6 @@ class ServedModels:
             {device: memory.ledger.budget for device, memory in self.memories.items()},
         )
 
-    async def refresh(self) -> None:
-        """Have the numbers of all models say how things are now."""
-        await asyncio.gather(*(served.llm.refresh() for served in self.models if served.llm is not None))
-
     def account_status(self) -> list[AccountStatus]:
         """Memory accounts of all loaded models."""
         return [status for memory in self.memories.values() for status in memory.ledger.account_status()]
@@ -104,13 +99,16 @@ class ServedModels:
     # -- lifecycle ---------------------------------------------------------------------------------------------
 
     @property
+    def workers(self) -> Workers:
+        return self._workers
+
+    @property
     def ready(self) -> bool:
         return self._started and not self._stopping
 
     async def start(self) -> None:
         """Load the models that are configured to be loaded at the start."""
-        assert self.workers is not None
-        self.workers.open()
+        self._workers.open()
         before = resident_bytes()
         try:
             for served in self.models:
@@ -138,16 +136,10 @@ class ServedModels:
             if served.llm is not None and served.llm not in loaded:  # was still loading
                 await served.llm.shutdown(0)
             served.state = "unloaded"
-        if self.workers is not None:
-            self.workers.close()
+        self._workers.close()
         await asyncio.to_thread(self._stores.close)
 
     # -- requests ----------------------------------------------------------------------------------------------
-
-    @property
-    def default(self) -> ServedModel:
-        """The model of requests that name none."""
-        return self.models[0]
 
     def find(self, name: str | None) -> ServedModel | None:
         return self.default if name is None else self._by_name.get(name)
@@ -292,11 +284,11 @@ class ServedModels:
             tokenizers=served.tokenizers,
             stores=self._stores,
             time_sharing=self._time_sharing,
-            workers=self.workers,
+            workers=self._workers,
             context=served.estimate.context,
         )
         llm = AsyncLLM(served.config, share=share, before_mapping=self._before_mapping)
-        llm.observers = served.observers
+        llm.executor.observers = served.observers
         await llm.start()
         served.llm = llm
         return llm
@@ -314,7 +306,8 @@ class ServedModels:
             if llm is not None:
                 await llm.shutdown(0)
         finally:
-            self.on_unloaded(served)
+            if self.on_unloaded is not None:
+                self.on_unloaded(served)
             await asyncio.to_thread(give_heap_back)
             if served.account is not None:
                 served.account.close()
@@ -370,6 +363,13 @@ class ServedModels:
                     continue
                 elif served.state == "ready" and now - served.last_used >= after:
                     self._begin_unload(served)
+
+
+def open_models(config: Config, *, before_mapping: Callable[[], None]) -> ModelSet:
+    """What a configuration says to serve. `before_mapping` is called, in a thread, before a model file is mapped."""
+    if config.models:
+        return ServedModels(config, before_mapping=before_mapping)
+    return only_model(AsyncLLM(config, before_mapping=before_mapping), config)
 
 
 def _collector(prefix: str, served: ServedModel) -> EngineCollector:

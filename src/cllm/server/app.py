@@ -11,10 +11,11 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from cllm import __version__
+from cllm.llm import AsyncLLM
 from cllm.observe.metrics import create_registry
 from cllm.observe.otlp import open_tracing
 from cllm.observe.work_metrics import WorkCollector
-from cllm.served import ServedModels
+from cllm.served import ModelSet, ServedModel, only_model
 from cllm.server.anthropic import routes as anthropic
 from cllm.server.auth.tenants import Tenants
 from cllm.server.cllm import generate, models, ops, requests, tokens, warm
@@ -23,7 +24,6 @@ from cllm.server.middleware import (
     OPEN_PATHS,
     ApiKey,
     BodyLimit,
-    Leases,
     OtherNames,
     Owners,
     RequestContext,
@@ -35,7 +35,7 @@ from cllm.server.ollama import models as ollama_models
 from cllm.server.ollama import routes as ollama
 from cllm.server.openai import embeddings
 from cllm.server.openai import routes as openai
-from cllm.server.openapi import describe
+from cllm.server.openapi import bodies_of, describe
 from cllm.server.page.files import docs_files, page_files
 from cllm.server.page.routes import add_docs, add_page
 from cllm.server.responses import routes as responses
@@ -43,18 +43,35 @@ from cllm.server.state import ServerState
 
 if TYPE_CHECKING:
     from cllm.config import Config
-    from cllm.engine.observer import Observers
-    from cllm.llm import AsyncLLM
-    from cllm.observe.tracing import Tracing
 
 _DESCRIPTION = """The APIs of OpenAI, Anthropic and Ollama, and cLLM's own. Point any OpenAI client at /v1.
 
 Every parameter is honoured, a documented hint, or refused with status 400 and its name; none is silently ignored."""
 
 
-def create_app(serves: AsyncLLM | ServedModels, config: Config, *, servers: int = 1) -> FastAPI:
+_ROUTERS = (
+    openai.router,
+    responses.router,
+    anthropic.router,
+    embeddings.router,
+    requests.router,
+    generate.router,
+    tokens.router,
+    ollama.router,
+    ollama_embeddings.router,
+    ollama_models.router,
+    ops.router,
+    warm.router,
+)
+REQUESTS = bodies_of(route for router in (*_ROUTERS, models.router) for route in router.routes)
+"""The request body of each endpoint, those that only several models have included."""
+
+
+def create_app(serves: AsyncLLM | ModelSet, config: Config, *, servers: int = 1) -> FastAPI:
     """The application for one or several models, which start and stop with it unless they are running. `servers`: how
     many of it clients are spread over."""
+    if isinstance(serves, AsyncLLM):
+        serves = only_model(serves, config)
     app = FastAPI(
         title="cLLM",
         version=__version__,
@@ -62,7 +79,7 @@ def create_app(serves: AsyncLLM | ServedModels, config: Config, *, servers: int 
         docs_url=None,  # FastAPI's loads scripts from elsewhere; ours is part of the package
         redoc_url=None,
         redirect_slashes=False,  # the target would come from the client's Host header
-        lifespan=lambda app: _lifespan(serves, app.state.cllm),
+        lifespan=lambda app: _lifespan(app.state.cllm),
     )
     tenants = Tenants(config.server, servers=servers) if config.server.needs_key else None
     registry = create_registry(serves.metrics(config.server.metrics_prefix))
@@ -70,63 +87,43 @@ def create_app(serves: AsyncLLM | ServedModels, config: Config, *, servers: int 
     app.state.cllm = state = ServerState(serves, config, registry, open_tracing(config.observe))
     if tenants is not None:
         registry.register(tenants)
-        for observers in _observers(serves):
-            observers.append(tenants)
+        for served in serves.models:
+            served.observers.append(tenants)
         state.warm_tenant = tenants.warm_tenant
-    for router in (
-        openai.router,
-        responses.router,
-        anthropic.router,
-        embeddings.router,
-        requests.router,
-        generate.router,
-        tokens.router,
-        ollama.router,
-        ollama_embeddings.router,
-        ollama_models.router,
-        ops.router,
-        warm.router,
-    ):
+    for router in _ROUTERS:
         app.include_router(router)
-    if state.several is not None:
+    if serves.sharing is not None:
         app.include_router(models.router)
-        state.several.on_loaded = partial(warm.on_model_loaded, state)
-        state.several.on_unloaded = state.forget
+    serves.on_loaded = partial(warm.on_model_loaded, state)
+    serves.on_unloaded = state.forget
     add_docs(app)
     if config.server.page:
         add_page(app, lambda name: state.loaded(name).hub)
     install_handlers(app, retry_after_s=config.server.shutdown_grace_s)
     if state.tracing is not None:
-        _trace(serves, config, state.tracing)
+        for served in serves.models:
+            state.tracing.watch(served.observers, partial(_name_of, served))
     _add_middleware(app, config, tenants, state)
     app.openapi = lambda: _openapi(app, state)  # type: ignore[method-assign]
     return app
 
 
-def _observers(serves: AsyncLLM | ServedModels) -> list[Observers]:
-    """The observers of each model."""
-    return [served.observers for served in serves.models] if isinstance(serves, ServedModels) else [serves.observers]
-
-
-def _trace(serves: AsyncLLM | ServedModels, config: Config, tracing: Tracing) -> None:
-    if not isinstance(serves, ServedModels):
-        tracing.watch(serves.observers, lambda: config.model.alias or serves.model_name)
-        return
-    for served in serves.models:
-        tracing.watch(served.observers, partial(str, served.name))
+def _name_of(served: ServedModel) -> str:
+    return served.name
 
 
 @asynccontextmanager
-async def _lifespan(serves: AsyncLLM | ServedModels, state: ServerState) -> AsyncIterator[None]:
+async def _lifespan(state: ServerState) -> AsyncIterator[None]:
+    serves = state.serves
     try:
         if serves.ready:
             yield
             return
         await serves.start()
         try:
-            async with warm.warming_up(state):
-                yield
+            yield
         finally:
+            await state.end_background()
             await serves.shutdown()
     finally:
         await state.close()
@@ -135,8 +132,6 @@ async def _lifespan(serves: AsyncLLM | ServedModels, state: ServerState) -> Asyn
 def _add_middleware(app: FastAPI, config: Config, tenants: Tenants | None, state: ServerState) -> None:
     """Innermost first. CORS is outside the API key: a browser's preflight request has none."""
     app.add_middleware(Owners)
-    if state.several is not None:
-        app.add_middleware(Leases)
     app.add_middleware(BodyLimit, max_bytes=config.server.max_body_bytes)
     if tenants is not None:
         open_paths = OPEN_PATHS.union(docs_files(), page_files() if config.server.page else ())
@@ -160,11 +155,10 @@ def _add_middleware(app: FastAPI, config: Config, tenants: Tenants | None, state
 def _openapi(app: FastAPI, state: ServerState) -> dict[str, Any]:
     """Cached once the model is loaded. Several models have no vocabulary in common."""
     if app.openapi_schema is None:
-        server = state.config.server
-        one = state.one.llm if state.one is not None else None
-        vocab_size = one.shape.n_vocab if one is not None and one.ready else None
-        schema = describe(app, server, vocab_size, with_key=server.needs_key, several=one is None)
-        if one is not None and vocab_size is None:
+        several, llm = state.serves.sharing is not None, state.serves.default.llm
+        vocab_size = llm.text.spec.n_vocab if not several and llm is not None and llm.ready else None
+        schema = describe(app, REQUESTS, state.config.server, vocab_size)
+        if not several and vocab_size is None:
             return schema
         app.openapi_schema = schema
     return app.openapi_schema

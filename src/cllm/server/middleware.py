@@ -199,32 +199,22 @@ def _needs_operator(path: str) -> bool:
 
 
 class Owners:
-    """Says for whom work is done while a request is handled: it is in its key's account, and ends with the request."""
+    """Says for whom work is done while a request is handled: it is in its key's account, and ends with the request.
+    The model that answers it stays loaded until the last byte is sent."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tenant: Tenant = scope.get("state", {}).get("tenant", ANONYMOUS)
+        state = scope.setdefault("state", {})
+        tenant: Tenant = state.get("tenant", ANONYMOUS)
+        leases: list[ServedModel] = []
+        state["leases"] = leases
         token = OWNER.set(Owner(tenant.name, tenant.space, scope.get("extensions", {}).get(WHEN_GONE)))
         try:
             await self.app(scope, receive, send)
         finally:
             OWNER.reset(token)
-
-
-class Leases:
-    """Keeps the model that answers a request loaded until the last byte is sent."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        leases: list[ServedModel] = []
-        scope.setdefault("state", {})["leases"] = leases
-        try:
-            await self.app(scope, receive, send)
-        finally:
             for served in leases:
                 served.release()
 

@@ -2,81 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.routing import BaseRoute
 
-from cllm.server.anthropic.schema import CountRequest, MessagesRequest
-from cllm.server.cllm.generate_schema import BenchmarkRequest, EncodeRequest, GenerateRequest
-from cllm.server.cllm.models import LoadRequest, UnloadRequest
-from cllm.server.cllm.tokens import DetokenizeRequest, TokenizeRequest
-from cllm.server.cllm.warm import WarmRequest
 from cllm.server.middleware import OPEN_PATHS
-from cllm.server.ollama.schema import (
-    OllamaChatRequest,
-    OllamaEmbeddingsRequest,
-    OllamaEmbedRequest,
-    OllamaGenerateRequest,
-    PullRequest,
-    ShowRequest,
-)
-from cllm.server.openai.embeddings_schema import EmbeddingRequest, RerankRequest
-from cllm.server.openai.schema import ChatRequest, CompletionRequest
-from cllm.server.responses.schema import ResponsesRequest
+from cllm.server.schema.body import BodyReader
 from cllm.server.schema.validation import AT_MOST, TOKEN_ID, TOKEN_IDS_AS_KEYS
 
 if TYPE_CHECKING:
     from cllm.config import ServerConfig
 
-REQUESTS: dict[str, type[BaseModel]] = {
-    "/v1/completions": CompletionRequest,
-    "/v1/chat/completions": ChatRequest,
-    "/v1/responses": ResponsesRequest,
-    "/v1/responses/input_tokens": ResponsesRequest,
-    "/v1/messages": MessagesRequest,
-    "/v1/messages/count_tokens": CountRequest,
-    "/v1/embeddings": EmbeddingRequest,
-    "/v1/rerank": RerankRequest,
-    "/generate": GenerateRequest,
-    "/generate_stream": GenerateRequest,
-    "/encode": EncodeRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
-    "/apply-template": ChatRequest,
-    "/v1/chat/completions/render": ChatRequest,
-    "/v1/chat/completions/input_tokens": ChatRequest,
-    "/benchmark": BenchmarkRequest,
-    "/api/chat": OllamaChatRequest,
-    "/api/generate": OllamaGenerateRequest,
-    "/api/embed": OllamaEmbedRequest,
-    "/api/embeddings": OllamaEmbeddingsRequest,
-    "/api/show": ShowRequest,
-    "/api/pull": PullRequest,
-    "/kv/warm": WarmRequest,
-}
-"""The request body of each endpoint."""
-OF_SEVERAL: dict[str, type[BaseModel]] = {"/models/load": LoadRequest, "/models/unload": UnloadRequest}
 _REFERENCE = "#/components/schemas/{model}"
 _MOST = {"array": "maxItems", "object": "maxProperties", "string": "maxLength"}
 
 
+def bodies_of(routes: Iterable[BaseRoute]) -> dict[str, type[BaseModel]]:
+    """The request body of each described endpoint that has one, by its path."""
+    described = [route for route in routes if isinstance(route, APIRoute) and route.include_in_schema]
+    found = ((route.path, each.call) for route in described for each in route.dependant.dependencies)
+    return {path: reader.model for path, reader in found if isinstance(reader, BodyReader)}
+
+
 def describe(
-    app: FastAPI, limits: ServerConfig, vocab_size: int | None, *, with_key: bool, several: bool = False
+    app: FastAPI, requests: Mapping[str, type[BaseModel]], limits: ServerConfig, vocab_size: int | None
 ) -> dict[str, Any]:
     """FastAPI's description, without status 422, which this server never returns, and with the request bodies, which
     FastAPI does not parse here, and the API key."""
+    with_key = limits.needs_key
     schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     if limits.root_path:
         schema["servers"] = [{"url": limits.root_path}]
-    bodies = REQUESTS | OF_SEVERAL if several else REQUESTS
-    _, requests = models_json_schema(
+    bodies = {path: model for path, model in requests.items() if path in schema["paths"]}
+    _, described = models_json_schema(
         [(model, "validation") for model in dict.fromkeys(bodies.values())], ref_template=_REFERENCE
     )
     components = schema.setdefault("components", {})
-    components["schemas"] |= _with_limits(requests["$defs"], limits, vocab_size)
+    components["schemas"] |= _with_limits(described["$defs"], limits, vocab_size)
     for path, model in bodies.items():
         content = {"application/json": {"schema": {"$ref": _REFERENCE.format(model=model.__name__)}}}
         schema["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry
 
 from cllm.engine.tenant import ANONYMOUS, Tenant
-from cllm.served import ServedModel, ServedModels
 from cllm.server.errors import ApiError
 from cllm.server.inference.tokenization import PromptEncoder
 from cllm.server.page.hub import Hub
@@ -20,11 +19,13 @@ from cllm.server.responses.store import ResponseStore
 from cllm.server.schema.body import body_executor
 from cllm.tasks.warm import restore_pins, warm_up
 from cllm.work.executor import SizedExecutor
+from cllm.work.owner import for_nobody
 
 if TYPE_CHECKING:
     from cllm.config import Config
     from cllm.llm import AsyncLLM
     from cllm.observe.tracing import Tracing
+    from cllm.served import ModelSet, ServedModel
 
 
 MOST_SESSION = 128
@@ -34,28 +35,22 @@ MOST_SESSION = 128
 class ModelState:
     """A loaded model, and what routes need with it."""
 
-    def __init__(self, llm: AsyncLLM, config: Config, name: str | None = None) -> None:
+    def __init__(self, served: ServedModel, llm: AsyncLLM) -> None:
         self.llm = llm
-        self.config = config
+        self.config = served.config
         self.encoder = PromptEncoder(llm)
-        self.hub = Hub(llm, config, name)
-        self._name = name
+        self.hub = Hub(llm, served.config, served.called)
+        self._served = served
         llm.restore_pins = restore_pins
 
     @property
     def served_name(self) -> str:
-        return self._name or self.config.model.alias or self.llm.model_name
-
-    def check_name(self, name: str | None) -> None:
-        """No name means the model that is served."""
-        if name is None or name in (self.served_name, self.llm.model_name, self.config.model.name):
-            return
-        raise not_served(name, dict.fromkeys((self.served_name, self.llm.model_name)))
+        return self._served.name
 
 
 @dataclass(slots=True)
 class ServerState:
-    serves: AsyncLLM | ServedModels
+    serves: ModelSet
     config: Config
     registry: CollectorRegistry
     tracing: Tracing | None = None
@@ -65,9 +60,6 @@ class ServerState:
     """The tenant that shared, or other, prefixes are warmed for."""
     benchmark_running: bool = False
     bodies: SizedExecutor = field(default_factory=body_executor)
-    one: ModelState | None = field(init=False)
-    """The model, if there is only one."""
-    several: ServedModels | None = field(init=False)
     background: set[asyncio.Task[None]] = field(default_factory=set)
     """Work that no request waits for."""
     responses: ResponseStore = field(init=False)
@@ -76,8 +68,19 @@ class ServerState:
 
     def __post_init__(self) -> None:
         self.responses = ResponseStore(self.config.responses)
-        self.several = self.serves if isinstance(self.serves, ServedModels) else None
-        self.one = None if isinstance(self.serves, ServedModels) else ModelState(self.serves, self.config)
+        for served in self.serves.models:
+            if served.llm is not None:
+                self.state_of(served, served.llm)
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(for_nobody(work))
+        self.background.add(task)
+        task.add_done_callback(self.background.discard)
+
+    async def end_background(self) -> None:
+        for task in self.background:
+            task.cancel()
+        await asyncio.gather(*self.background, return_exceptions=True)
 
     async def close(self) -> None:
         """After the last request: send what is left of its trace."""
@@ -86,43 +89,33 @@ class ServerState:
 
     async def warm_up(self, model: ModelState) -> None:
         """Compute `kv.warm`. The replicas of a cluster do that themselves."""
-        if model.llm.replicas() is None:
+        if model.llm.executor.replicas() is None:
             await warm_up(model.llm, model.config.kv.warm, self.warm_tenant)
 
     async def model(self, name: str | None, request: Request, timeout_s: float | None = None) -> ModelState:
         """The model that a request names. It stays loaded until the request is answered."""
-        if self.one is not None:
-            self.one.check_name(name)
-            return self.one
-        assert self.several is not None
         served, started = self.find(name), time.monotonic()
-        llm = await self.several.acquire(served, timeout_s)
+        must_wait = not served.ready
+        llm = await self.serves.acquire(served, timeout_s)
         request.scope["state"]["leases"].append(served)
-        request.state.waited_s = time.monotonic() - started
+        if must_wait:
+            request.state.waited_s = time.monotonic() - started
         return self.state_of(served, llm)
 
     def find(self, name: str | None) -> ServedModel:
-        """One of several models, by any of its names."""
-        assert self.several is not None
-        served = self.several.find(name)
+        """A model by any of its names, loaded or not."""
+        served = self.serves.find(name)
         if served is None:
-            raise not_served(name or "", [each.name for each in self.several.models])
+            known = ", ".join(repr(each.name) for each in self.serves.models)
+            raise ApiError(
+                404, f"The model {name!r} does not exist; available: {known}.", param="model", code="model_not_found"
+            )
         return served
-
-    def check_name(self, name: str | None) -> None:
-        """Whether there is such a model, loaded or not."""
-        if self.one is not None:
-            self.one.check_name(name)
-        else:
-            self.find(name)
 
     def loaded(self, name: str | None) -> ModelState:
         """A model that is already loaded; this loads none."""
-        if self.one is not None:
-            self.one.check_name(name)
-            return self.one
         served = self.find(name)
-        if served.llm is None or not served.ready:
+        if served.llm is None or (self.serves.sharing is not None and not served.ready):
             raise ApiError(
                 409,
                 f"The model {served.name!r} is {served.state}. POST /models/load loads it. Its pins are gone; those of "
@@ -134,33 +127,19 @@ class ServerState:
 
     def running(self) -> Iterator[tuple[str, AsyncLLM]]:
         """Loaded models, by name."""
-        if self.one is not None:
-            if self.one.llm.ready:
-                yield self.one.served_name, self.one.llm
-            return
-        assert self.several is not None
-        for served in self.several.models:
+        for served in self.serves.models:
             if served.llm is not None and served.ready:
                 yield served.name, served.llm
 
     def state_of(self, served: ServedModel, llm: AsyncLLM) -> ModelState:
         state = self._loaded.get(served)
         if state is None:
-            state = self._loaded[served] = ModelState(llm, served.config, served.name)
+            state = self._loaded[served] = ModelState(served, llm)
         return state
 
     def forget(self, served: ServedModel) -> None:
         """Called when a model is unloaded."""
         self._loaded.pop(served, None)
-
-
-def not_served(name: str, known: list[str] | dict[str, None]) -> ApiError:
-    return ApiError(
-        404,
-        f"The model {name!r} does not exist; available: {', '.join(map(repr, known))}.",
-        param="model",
-        code="model_not_found",
-    )
 
 
 def time_left(request: Request, model: ModelState, timeout_s: float | None) -> float | None:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import gc
 import re
-import resource
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from cllm.machine.resident import give_heap_back
+from cllm.machine.resident import give_heap_back, resident_bytes
 from cllm.structured.effort import NotSmallError, only_small
 from cllm.structured.matcher import Grammar, MaskFiller
 from cllm.structured.schemas import NOT_APART
 from cllm.structured.sources import located, source_of
-from cllm.structured.structure import Kind, Structure
+from cllm.structured.structure import Structure, StructureKind
 from cllm.structured.vocabulary import Vocabulary
 
 TRIALS = 2
@@ -91,11 +89,11 @@ class Builder:
         source = source_of(structure, self._special)
         gc.collect()
         give_heap_back()  # otherwise a grammar would fit into what an earlier one has left
-        before = _resident()
+        before = resident_bytes()
         matcher = LLMatcher(self._tokens, source, log_level=0, limits=LIMITS)
         self._check(structure, matcher, MOST_FIXED)
         self._grammar(matcher)
-        return {"source": source, "memory": max(_resident() - before, MATCHER_BYTES)}
+        return {"source": source, "memory": max(resident_bytes() - before, MATCHER_BYTES)}
 
     def build(self, source: str, memory: int) -> Built:
         """What has been tried out."""
@@ -127,7 +125,7 @@ class Builder:
         return _readable(LLMatcher.validate_grammar(source, self._tokens, limits=LIMITS), "json_schema")
 
 
-def _readable(error: str, kind: Kind) -> str:
+def _readable(error: str, kind: StructureKind) -> str:
     if kind in _WRITTEN_HERE:
         error = _LISTING.sub("", error)
     lines = " ".join(_WHILE.sub("", error).replace("<non-verbose/>", "").split())
@@ -142,10 +140,3 @@ def _readable(error: str, kind: Kind) -> str:
     if found := _ELSEWHERE.search(lines):
         return f"refers to {found[1]}, which is not in the schema"
     return re.sub(r"^NoExtensionBias$|^NoExtension$", "allows no answer at all", lines)[:500]
-
-
-def _resident() -> int:
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -16,6 +16,7 @@ _SHARES = frozenset({
     "if", "dependentSchemas", "dependentRequired", "dependencies", "unevaluatedProperties", "not", "$dynamicRef",
     "$recursiveRef",
 })  # fmt: skip
+_JOINS = _SHARES | {"anyOf", "oneOf", "allOf", "$ref", "patternProperties", "$id", "id"}
 _ABOUT_OTHERS = frozenset({"additionalProperties", "patternProperties", "propertyNames"})
 _OF_OBJECTS = _SHARES | _ABOUT_OTHERS | {"properties", "required", "minProperties", "maxProperties"}
 
@@ -36,6 +37,8 @@ class _Closing:
 
     def shared_parts(self, node: Mapping[str, Any], *, is_root: bool) -> Iterable[Any]:
         """Schemas in it, or itself, that apply to an object together with others."""
+        if node.keys().isdisjoint(_JOINS):
+            return []
         if not node.keys().isdisjoint(_SHARES) or (not is_root and opens_a_document(node)):
             return [node]
         about = [any(map(self._speaks_of_objects, options)) for options in self._applied(node)]
@@ -51,7 +54,7 @@ class _Closing:
         waiting = list(schemas)
         while waiting:
             node = waiting.pop()
-            if isinstance(node, Mapping) and id(node) not in self.open:
+            if isinstance(node, dict) and id(node) not in self.open:
                 self.open.add(id(node))
                 waiting += [each for _, each in inner(node)]
                 if "$ref" in node:
@@ -66,7 +69,7 @@ class _Closing:
 
     def _speaks_of_objects(self, schema: Any) -> bool:
         """Whether it says anything about properties, or refers to what is not known."""
-        if not isinstance(schema, Mapping):
+        if not isinstance(schema, dict):
             return schema is None
         if id(schema) not in self._speaks:
             self._speaks[id(schema)] = False  # where it refers to itself, it adds nothing
@@ -78,13 +81,13 @@ class _Closing:
 
 def _speaks_itself(node: Mapping[str, Any]) -> bool:
     values = [node.get("const"), *listed(node, "enum")]
-    return not node.keys().isdisjoint(_OF_OBJECTS) or any(isinstance(each, Mapping) for each in values)
+    return not node.keys().isdisjoint(_OF_OBJECTS) or any(isinstance(each, dict) for each in values)
 
 
 def _names_all(node: Mapping[str, Any]) -> bool:
     known, required, least = node.get("properties"), node.get("required", []), node.get("minProperties", 0)
     return (
-        isinstance(known, Mapping)
+        isinstance(known, dict)
         and node.keys().isdisjoint(_ABOUT_OTHERS)
         and isinstance(required, list)
         and all(isinstance(name, str) and name in known for name in required)

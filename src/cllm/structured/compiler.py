@@ -30,7 +30,7 @@ from cllm.structured.building import Builder, Built
 from cllm.structured.effort import NotSmallError
 from cllm.structured.grammar_cache import GrammarCache
 from cllm.structured.matcher import Grammar
-from cllm.structured.structure import Kind, Structure
+from cllm.structured.structure import Structure, StructureKind
 from cllm.structured.vocabulary import Vocabulary
 from cllm.work.owner import OWNER, Owner, while_wanted
 from cllm.work.turns import Turns
@@ -46,7 +46,7 @@ TryOut = Callable[[Structure, Limits], Awaitable[Mapping[str, Any]]]
 """`Builder.try_out` in a worker process."""
 
 T = TypeVar("T")
-_Key = tuple[bytes, Kind, bytes]
+_Key = tuple[bytes, StructureKind, bytes]
 
 
 @dataclass(slots=True)

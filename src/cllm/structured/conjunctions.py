@@ -58,7 +58,7 @@ class Conjunctions:
         return max((counts[way] + sum(counts[each] for each in _others(way, open_ways)) for way in counts), default=0)
 
     def _of(self, schema: Any) -> _Counts:
-        if not isinstance(schema, Mapping) or self._left < 0:
+        if not isinstance(schema, dict) or self._left < 0:
             return Counter()
         if id(schema) in self._known:
             return self._known[id(schema)]
@@ -102,7 +102,7 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield from ((_ANY_PROPERTY, each) for each in by_name(schema, "patternProperties").values())
     for key in ("prefixItems", "items"):
         yield from ((f"#{index}", each) for index, each in enumerate(listed(schema, key)))
-    yield from ((step, schema[key]) for key, step in _ANYWHERE.items() if isinstance(schema.get(key), Mapping))
+    yield from ((step, schema[key]) for key, step in _ANYWHERE.items() if isinstance(schema.get(key), dict))
 
 
 def _others(way: _Way, open_ways: list[_Way]) -> Iterator[_Way]:

@@ -86,7 +86,7 @@ class Exclusion:
             each = waiting.pop()
             if each is False:
                 return None
-            if not isinstance(each, Mapping) or any(each is one for one in found):
+            if not isinstance(each, dict) or any(each is one for one in found):
                 continue
             found.append(each)
             self._spend(_size(each))
@@ -232,7 +232,7 @@ def _kinds(name: Any) -> tuple[str, ...]:
 def _size(schema: Mapping[str, Any]) -> int:
     """What there is to look at in one part of a schema."""
     named = (schema.get(keyword) for keyword in ("type", "required", "properties"))
-    listings = sum(len(each) for each in named if isinstance(each, (list, Mapping)))
+    listings = sum(len(each) for each in named if isinstance(each, (list, dict)))
     return 1 + listings + _count(schema.get("const")) + _count(schema.get("enum"))
 
 
@@ -242,7 +242,7 @@ def _count(value: Any) -> int:
     while waiting:
         each = waiting.pop()
         count += 1 + (len(each) >> 6 if isinstance(each, str) else 0)
-        if isinstance(each, (list, Mapping)):
+        if isinstance(each, (list, dict)):
             waiting += each if isinstance(each, list) else each.values()
     return count
 

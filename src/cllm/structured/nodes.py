@@ -15,7 +15,7 @@ _LONGEST_INDEX = 18
 
 def by_name(node: Mapping[str, Any], keyword: str) -> Mapping[str, Any]:
     """The members of a keyword's value; none if it is no object."""
-    return value if isinstance(value := node.get(keyword), Mapping) else {}
+    return value if isinstance(value := node.get(keyword), dict) else {}
 
 
 def listed(node: Mapping[str, Any], keyword: str) -> list[Any]:
@@ -29,9 +29,9 @@ def inner(node: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
             continue
         if isinstance(value, list):
             yield from (((key, str(index)), each) for index, each in enumerate(value))
-        elif isinstance(value, Mapping) and key in NAMED:
+        elif isinstance(value, dict) and key in NAMED:
             yield from (((key, name), each) for name, each in value.items())
-        elif isinstance(value, Mapping):
+        elif isinstance(value, dict):
             yield (key,), value
 
 
@@ -40,14 +40,14 @@ def schemas_in(schema: Any) -> Iterator[Mapping[str, Any]]:
     waiting = [schema]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, Mapping):
+        if isinstance(node, dict):
             yield node
             waiting += [each for _, each in inner(node)]
 
 
 def step_into(value: Any, step: str) -> Any:
     """What a step of a pointer leads to; None: nothing."""
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return value.get(step.replace("~1", "/").replace("~0", "~"))
     if isinstance(value, list) and step.isdecimal() and len(step) <= _LONGEST_INDEX and int(step) < len(value):
         return value[int(step)]
@@ -73,6 +73,6 @@ class References:
         found: Any = None if start else self._root
         for step in steps:
             found = step_into(found, step)
-            if isinstance(found, Mapping) and opens_a_document(found):
+            if isinstance(found, dict) and opens_a_document(found):
                 return None
         return found

@@ -17,10 +17,13 @@ DIGITS = 15
 """Digits of a fraction that is read exactly."""
 _LARGEST_EXPONENT = 22
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_NUMERIC = frozenset({"multipleOf", "const", "enum", *_LOWER, *_UPPER})
 
 
 def keep_numbers_exact(node: dict[str, Any], *, lenient: bool) -> None:
     """Change a schema, or raise `ValueError`. If lenient, what cannot be said is left out."""
+    if _NUMERIC.isdisjoint(node):
+        return
     step = node.get("multipleOf")
     if _is_number(step) and step <= 0:
         raise ValueError(f"has multipleOf: {step}, which must be above 0")
@@ -77,5 +80,5 @@ def _numbers_in(value: Any) -> Iterator[float]:
         each = waiting.pop()
         if _is_number(each):
             yield each
-        elif isinstance(each, (list, Mapping)):
+        elif isinstance(each, (list, dict)):
             waiting += each if isinstance(each, list) else each.values()

@@ -47,7 +47,7 @@ def pointer_to(root: Any, part: Any) -> str:
         path, value = waiting.pop()
         if value is part:
             return path or "/"
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):
             waiting += [(_behind(path, steps), each) for steps, each in inner(value)]
     return "/"
 
@@ -55,11 +55,11 @@ def pointer_to(root: Any, part: Any) -> str:
 def _parts(node: Mapping[str, Any], path: str, root: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The schemas in a schema, and the one that it refers to."""
     for steps, each in inner(node):
-        if steps[0] not in _DEFINITIONS and isinstance(each, Mapping):
+        if steps[0] not in _DEFINITIONS and isinstance(each, dict):
             yield _behind(path, steps), each
     if isinstance(reference := node.get("$ref"), str):
         target = References(root).target(reference)
-        if isinstance(target, Mapping):
+        if isinstance(target, dict):
             yield reference[1:], target
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from cllm.structured.closing import closable_objects
@@ -34,23 +33,17 @@ MOST_OPTIONAL = 16
 """Properties of an object of which one at least must be there: each makes a form of it."""
 
 _ONLY_NAMES = frozenset({"type", "title", "description", "$comment"})
+_PLAIN = _ONLY_NAMES | {"default", "examples", "minLength", "maxLength", "minItems", "maxItems"}
+"""Keywords that llguidance takes as they are."""
 _UNSUPPORTED_PATTERN = re.compile(r"\(\?(?:=|!|<=|<!|>|P=|\()|\\[bBkGZ1-9]|[*+?}]\+")
 _NARROWED = frozenset({
     "properties", "oneOf", "format", "propertyNames", "minProperties", "dependencies", "dependentRequired",
     "dependentSchemas", "unevaluatedProperties", "unevaluatedItems", "$ref",
 })  # fmt: skip
 """Keywords in whose place fewer values may be allowed."""
-_IN_PLACE = (
-    "allOf",
-    "anyOf",
-    "oneOf",
-    "$ref",
-    "if",
-    "dependentSchemas",
-    "dependencies",
-    "$dynamicRef",
-    "$recursiveRef",
-)
+_IN_PLACE = frozenset({
+    "allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef",
+})  # fmt: skip
 
 
 def prepared(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,6 +55,10 @@ def lenient(schema: Mapping[str, Any]) -> dict[str, Any]:
     """A schema of which as much is enforced as can be, and the rest ignored."""
     given = schema.get("x-guidance")
     return {**schema, "x-guidance": {"lenient": True, **(given if isinstance(given, dict) else {})}}
+
+
+class _LocatedError(ValueError):
+    """Says where the schema is."""
 
 
 class _Preparation:
@@ -82,18 +79,21 @@ class _Preparation:
 
     def _prepared(self, schema: Schema, *, own: bool) -> Schema:
         """`own`: references in it are to this document."""
-        if not isinstance(schema, Mapping):
+        if not isinstance(schema, dict) or schema.keys() <= _PLAIN:
             return schema
-        given = schema
-        if self._lenient:
-            schema = _without_what_cannot_be_enforced(given)
+        try:
+            return self._rewritten(schema, own=own and (schema is self._root or not opens_a_document(schema)))
+        except _LocatedError:
+            raise
+        except ValueError as error:
+            raise _LocatedError(f"{error} (at {pointer_to(self._root, schema)})") from None
+
+    def _rewritten(self, given: Mapping[str, Any], *, own: bool) -> dict[str, Any]:
+        schema = _without_what_cannot_be_enforced(given) if self._lenient else given
         self._effort.count(schema)
-        with self._named(given):
-            self._conjunctions.check(schema)
-        own = own and (given is self._root or not opens_a_document(given))
+        self._conjunctions.check(schema)
         node = {key: self._value(key, value, own=own) for key, value in schema.items()}
-        with self._named(given):
-            keep_numbers_exact(node, lenient=self._lenient)
+        keep_numbers_exact(node, lenient=self._lenient)
         if id(given) in self._closable:
             node["additionalProperties"] = False
         _close(node, "unevaluatedProperties", "additionalProperties")
@@ -112,21 +112,12 @@ class _Preparation:
                 node = {"anyOf" if key == "oneOf" else key: value for key, value in node.items()}
         elif not self._lenient and _may_be_narrowed(listed(schema, "oneOf")):
             # What is written for an option allows fewer values. Then more would be values of just one.
-            with self._named(given):
-                raise ValueError(NOT_APART)
+            raise ValueError(NOT_APART)
         for each in (node, *more):
             keep_to_the_standard(each)
         if more and isinstance(node.get("allOf", []), list):
             node["allOf"] = [*listed(node, "allOf"), *more]
         return node
-
-    @contextmanager
-    def _named(self, schema: Mapping[str, Any]) -> Iterator[None]:
-        """Errors say where the schema is."""
-        try:
-            yield
-        except ValueError as error:
-            raise ValueError(f"{error} (at {pointer_to(self._root, schema)})") from None
 
     def _exclusive(self, schema: Mapping[str, Any], node: Mapping[str, Any]) -> list[Schema] | None:
         """The options of a `oneOf`, so that no two hold for the same value."""
@@ -142,7 +133,7 @@ class _Preparation:
     def _value(self, key: str, value: Any, *, own: bool) -> Any:
         if key in LITERAL:
             return value
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):
             if key in NAMED:
                 return {name: self._prepared(each, own=own) for name, each in value.items()}
             return self._prepared(value, own=own)
@@ -191,7 +182,7 @@ def _without_what_cannot_be_enforced(schema: Mapping[str, Any]) -> Mapping[str, 
         del left["pattern"]
     if isinstance(step, (int, float)) and not isinstance(step, bool) and step > MOST_REMAINDERS:
         del left["multipleOf"]
-    if isinstance(named, Mapping) and any(map(_UNSUPPORTED_PATTERN.search, named)):
+    if isinstance(named, dict) and any(map(_UNSUPPORTED_PATTERN.search, named)):
         left["patternProperties"] = {key: each for key, each in named.items() if not _UNSUPPORTED_PATTERN.search(key)}
         left.pop("additionalProperties", None)  # of those, it is not known which they are
     return schema if len(left) == len(schema) and left.get("patternProperties") is named else left
@@ -245,9 +236,7 @@ def _pattern_of(names: Mapping[str, Any]) -> str | None:
 
 def _close(node: dict[str, Any], keyword: str, plain: str) -> None:
     """`unevaluated...` is `additional...` where nothing else can have looked at the rest."""
-    if keyword not in node or any(each in node for each in _IN_PLACE):
-        return
-    if keyword == "unevaluatedItems" and "contains" in node:
+    if keyword not in node or not _IN_PLACE.isdisjoint(node) or (keyword == "unevaluatedItems" and "contains" in node):
         return
     rest = node.pop(keyword)
     node.setdefault(plain, rest)

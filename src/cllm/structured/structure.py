@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["json", "json_schema", "regex", "choice", "lark", "gbnf", "structural_tag"]
+StructureKind = Literal["json", "json_schema", "regex", "choice", "lark", "gbnf", "structural_tag"]
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    kind: Kind
+    kind: StructureKind
     source: str
     """The JSON text of a schema, of a list of choices or of structural tags; a regular expression; a grammar. For
     `json`, any object, it says nothing."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cllm.dialect.grammar import AnswerForm
 from cllm.dialect.reader import AnswerReader
+from cllm.engine.submission import Submission
 from cllm.errors import InvalidRequestError
 from cllm.structured.sources import RULES
 from cllm.structured.structure import Structure
@@ -21,40 +22,58 @@ if TYPE_CHECKING:
     from cllm.dialect.reasoning import Thinking
     from cllm.dialect.tools import Tool
     from cllm.engine.params import SamplingParams
-    from cllm.generation import Generation
-    from cllm.llm import AsyncLLM
+    from cllm.loading.text_model import TextModel
     from cllm.structured.matcher import Grammar
 
 _OF_THE_GRAMMAR = re.compile(r"at \d+\(\d+\): | \d+ \| .*$", re.DOTALL)
 """Place and listing in an error about a grammar that the client did not write."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChatTurn:
-    llm: AsyncLLM
-    prompt: Sequence[int]
-    params: SamplingParams
-    reader: AnswerReader
-    grammar: Grammar | None
-    shown: Mapping[int, bytes]
-
-    def submit(self) -> Generation:
-        return self.llm.submit(self.prompt, self.params, grammar=self.grammar, shown=self.shown)
+class PreparedChat(NamedTuple):
+    submission: Submission
+    readers: Sequence[AnswerReader]
+    """One per answer, or none if answers are nothing but text."""
 
 
 async def prepare_chat(
-    llm: AsyncLLM, messages: Sequence[Mapping[str, Any]], params: SamplingParams, tools: Sequence[Tool] = ()
-) -> ChatTurn:
+    text: TextModel, messages: Sequence[Mapping[str, Any]], params: SamplingParams, tools: Sequence[Tool] = ()
+) -> PreparedChat:
     """Raises `InvalidRequestError` if the messages or tools cannot be used."""
-    dialect = llm.dialect
-    prompt = await llm.encode_chat(messages, params, PromptOptions([tool.for_template() for tool in tools]))
-    thinking = dialect.thinking_after(prompt, None)
-    enforced = await enforce(llm, AnswerRules(params.structured, tools), thinking)
-    grammar = None
-    if enforced is not None:
-        params, grammar = replace(params, structured=enforced.structure), enforced.grammar
-    reader = dialect.reader(0, tools=tools, thinking=thinking, separate=dialect.separates, masked=grammar is not None)
-    return ChatTurn(llm, prompt, params, reader, grammar, dialect.shown(tools=bool(tools), reasoning=True))
+    prompt = await text.encode_chat(messages, params, PromptOptions([tool.for_template() for tool in tools]))
+    return await prepare_answers(text, prompt, params, AnswerRules(params.structured, tools, shows_marks=True))
+
+
+async def prepare_answers(
+    text: TextModel, prompt: Sequence[int], params: SamplingParams, rules: AnswerRules
+) -> PreparedChat:
+    """As `prepare_chat`, for a conversation that has become tokens."""
+    dialect, tools = text.dialect, rules.tools
+    thinking = dialect.thinking_after(prompt, rules.continued)
+    enforced = await _enforce(text, rules, thinking)
+    separate = dialect.separates if rules.separate is None else rules.separate
+    separates = separate and dialect.marks is not None and thinking == "none"
+    reads = bool(tools) or thinking == "opened" or separates or rules.shows_marks
+    submission = Submission(
+        prompt,
+        params if enforced is None else replace(params, structured=enforced.structure),
+        grammar=None if enforced is None else enforced.grammar,
+        shown=dialect.shown(tools=bool(tools), reasoning=True) if reads else None,
+    )
+    readers = [
+        dialect.reader(
+            index,
+            tools=tools,
+            thinking=thinking,
+            separate=separate,
+            continues=rules.continued is not None,
+            most_calls=rules.most_calls,
+            calls_only=rules.required,
+            masked=enforced is not None,
+            include_reasoning=rules.include_reasoning,
+        )
+        for index in range(params.n if reads else 0)
+    ]
+    return PreparedChat(submission, readers)
 
 
 # -- the grammar of an answer ------------------------------------------------------------------------------------------
@@ -71,7 +90,17 @@ class AnswerRules:
     named: str | None = None
     """The only tool that may be called."""
     several: bool = True
-    """Whether an answer may be several calls."""
+    """Whether an answer may be several calls, in its grammar."""
+    most_calls: int | None = None
+    """Calls after these are dropped."""
+    separate: bool | None = None
+    """Whether reasoning is separated from the text. None: as chat.reasoning says."""
+    include_reasoning: bool = True
+    """Whether the client gets the reasoning, if it is separated."""
+    continued: str | None = None
+    """The message that the answer continues, if it is not a new one."""
+    shows_marks: bool = False
+    """Whether marks of reasoning that is not separated are part of the text."""
 
 
 class Enforced(NamedTuple):
@@ -80,23 +109,23 @@ class Enforced(NamedTuple):
     """The structure, compiled."""
 
 
-async def enforce(llm: AsyncLLM, rules: AnswerRules, thinking: Thinking) -> Enforced | None:
+async def _enforce(text: TextModel, rules: AnswerRules, thinking: Thinking) -> Enforced | None:
     """The given structure, guaranteed tool calls, and reasoning before either, in one grammar; None: nothing is
     demanded. Raises `InvalidRequestError`, which names the structure or tool that cannot be enforced."""
-    structure = await _whole_structure(llm, rules, thinking)
+    structure = await _whole_structure(text, rules, thinking)
     if structure is None:
         return None
     try:
-        return Enforced(structure, await llm.compile(structure))
+        return Enforced(structure, await text.compile(structure))
     except InvalidRequestError as error:
         if structure is rules.structure:
             raise
-        await _blame(llm, rules)
+        await _blame(text, rules)
         raise InvalidRequestError(_OF_THE_GRAMMAR.sub("", str(error)), error.param) from None
 
 
-async def _whole_structure(llm: AsyncLLM, rules: AnswerRules, thinking: Thinking) -> Structure | None:
-    given, tools, marks = rules.structure, rules.tools, llm.dialect.marks
+async def _whole_structure(text: TextModel, rules: AnswerRules, thinking: Thinking) -> Structure | None:
+    given, tools, marks = rules.structure, rules.tools, text.dialect.marks
     masked = bool(tools) and (rules.required or given is not None or any(tool.strict for tool in tools))
     if not masked and (given is None or marks is None or thinking == "closed" or given.kind not in RULES):
         return given
@@ -111,24 +140,24 @@ async def _whole_structure(llm: AsyncLLM, rules: AnswerRules, thinking: Thinking
     sources = [[tool.parameters for tool in tools], given.source if given is not None else ""]
     param = given.param if given is not None and not tools else "tools"
     try:
-        grammar = await llm.text_work.write_grammar(form, sources)
+        grammar = await text.work.write_grammar(form, sources)
     except ValueError as error:  # a schema that cannot be enforced
-        await _blame(llm, rules)
+        await _blame(text, rules)
         raise InvalidRequestError(f"{param}: {error}", param) from None
     return Structure("lark", grammar, param)
 
 
-async def _blame(llm: AsyncLLM, rules: AnswerRules) -> None:
+async def _blame(text: TextModel, rules: AnswerRules) -> None:
     """Raise for the part of a grammar that is invalid by itself, by its name."""
     with suppress(asyncio.TimeoutError, RecursionError):
-        await asyncio.wait_for(_compile_each(llm, rules), llm.config.structured.compile_timeout_s)
+        await asyncio.wait_for(_compile_each(text, rules), text.config.structured.compile_timeout_s)
 
 
-async def _compile_each(llm: AsyncLLM, rules: AnswerRules) -> None:
+async def _compile_each(text: TextModel, rules: AnswerRules) -> None:
     parts = [] if rules.structure is None else [rules.structure]
     for number, tool in enumerate(rules.tools):
         if tool.enforced is not None:
             source = json.dumps(tool.enforced, ensure_ascii=False)
             parts.append(Structure("json_schema", source, f"tools[{number}]"))
     for part in parts:
-        await llm.compile(part)
+        await text.compile(part)

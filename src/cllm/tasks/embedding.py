@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from cllm.engine.reading import Embedding, normalised
-from cllm.engine.tenant import ANONYMOUS, Tenant
+from cllm.engine.submission import Submission
 from cllm.errors import BackendError, OverloadedError
 from cllm.generation import Generation
 
@@ -22,31 +21,22 @@ AT_ONCE = 32
 """Texts of one job that the engine has at the same time."""
 
 
-class Submits(Protocol):
+class Queues(Protocol):
     """What of `AsyncLLM` an `EmbeddingJob` uses."""
 
-    @property
-    def submit_embedding(self) -> Callable[..., Generation]: ...
+    def queue(self, submission: Submission) -> Generation: ...
 
 
 class EmbeddingJob:
-    """Texts to embed, given as tokens. Call `compute` once."""
+    """Call `compute` once."""
 
-    def __init__(
-        self,
-        llm: Submits,
-        texts: Sequence[Sequence[int]],
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout_s: float | None = None,
-        tenant: Tenant = ANONYMOUS,
-    ) -> None:
-        self.prompt_tokens = sum(map(len, texts))
+    def __init__(self, llm: Queues, texts: Sequence[Submission], name: str | None = None) -> None:
+        """`name`: for the log."""
+        self.prompt_tokens = sum(len(text.prompt) for text in texts)
         self.cached_tokens = 0
+        self._llm = llm
         self._texts = texts
-        self._request_id = request_id
-        self._submit = partial(llm.submit_embedding, priority=priority, timeout_s=timeout_s, tenant=tenant)
+        self._name = name
         self._found: list[Embedding | None] = [None] * len(texts)
         self._finished = asyncio.Event()
         self._under_way = 0
@@ -70,11 +60,11 @@ class EmbeddingJob:
 
     def _log(self, seconds: float) -> None:
         """One line for the job, as for any request; those of single texts are debug messages."""
-        if self._request_id is not None:
+        if self._name is not None:
             done = sum(vector is not None for vector in self._found)
             log.info(
                 "%s embedded %d of %d texts: prompts %d (%d cached), %.3f s",
-                *(self._request_id, done, len(self._texts), self.prompt_tokens, self.cached_tokens, seconds),
+                *(self._name, done, len(self._texts), self.prompt_tokens, self.cached_tokens, seconds),
             )
 
     async def _work(self, numbers: Iterator[int]) -> None:
@@ -85,9 +75,8 @@ class EmbeddingJob:
 
     async def _embed(self, number: int) -> bool:
         """False if the queue is full; try again when another text of this job is done."""
-        name = None if self._request_id is None else f"{self._request_id}-{number}"
         try:
-            generation = self._submit(self._texts[number], request_id=name)
+            generation = self._llm.queue(self._texts[number])
         except OverloadedError:
             if not self._under_way:
                 raise

@@ -15,9 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cllm.engine.submission import Submission
 from cllm.engine.tenant import Tenant
 from cllm.errors import CLLMError, InvalidRequestError, OverloadedError, ShuttingDownError
-from cllm.kv.pins import LostPin
+from cllm.kv.pins import LostPin, PinMark, PinSource
+from cllm.llm import LOW_PRIORITY, ONE_TOKEN
 from cllm.loading.text_tools import WHOLE_PROMPT
 
 if TYPE_CHECKING:
@@ -47,7 +49,8 @@ async def warm_up(llm: AsyncLLM, prefixes: Sequence[WarmPrefix], tenant_of: Call
             text = prefix.prompt if prefix.file is None else await _read_in_thread(prefix.file)
             prompt = await _encode(llm, prefix, text)
             name = f"warm-{number}"
-            done = await llm.warm(prompt, pin=prefix.pin, ttl_s=prefix.ttl_s, tenant=tenant, request_id=name)
+            pins = [pin_mark(prompt, prefix.ttl_s)] if prefix.pin else []
+            done = await llm.warm(Submission(prompt, ONE_TOKEN, name, LOW_PRIORITY, tenant=tenant, pins=pins))
         except (CLLMError, OSError, ValueError) as error:
             log.warning("kv.warm[%d] could not be computed: %s", number, error)
             continue
@@ -61,15 +64,15 @@ async def warm_up(llm: AsyncLLM, prefixes: Sequence[WarmPrefix], tenant_of: Call
 async def restore_pins(llm: AsyncLLM) -> None:
     """Compute pinned prefixes whose memory was lost, one after the other, and pin them for the time they have left."""
     with suppress(ShuttingDownError):
-        while lost := await llm.lost_pins():
+        while lost := await llm.executor.lost_pins():
             await _restore_pin(llm, lost[0])
 
 
 async def _restore_pin(llm: AsyncLLM, pin: LostPin) -> None:
-    ttl_s = None if math.isinf(pin.ttl_s) else pin.ttl_s
-    tenant = Tenant(space=pin.of.space)
+    tokens, tenant = pin.of.tokens, Tenant(space=pin.of.space)
+    mark = PinMark(len(tokens), pin.ttl_s, pin.source)
     try:
-        done = await llm.warm(pin.of.tokens, pin=True, ttl_s=ttl_s, tenant=tenant, source=pin.source)
+        done = await llm.warm(Submission(tokens, ONE_TOKEN, priority=LOW_PRIORITY, tenant=tenant, pins=[mark]))
     except OverloadedError as error:
         await asyncio.sleep(error.retry_after_s)
         return
@@ -83,15 +86,20 @@ async def _restore_pin(llm: AsyncLLM, pin: LostPin) -> None:
         log.info("a lost pinned prefix of %d tokens was computed and pinned again", len(pin.of.tokens))
     else:
         log.warning("a lost pinned prefix of %d tokens could not be restored: %s", len(pin.of.tokens), reason)
-        await llm.unpin(pin.id)
+        await llm.executor.unpin(pin.id)
+
+
+def pin_mark(prompt: Sequence[int], ttl_s: float | None, source: PinSource = "warm") -> PinMark:
+    """A pin of the whole prompt, for ever if no time is given."""
+    return PinMark(len(prompt), math.inf if ttl_s is None else ttl_s, source)
 
 
 async def _encode(llm: AsyncLLM, prefix: WarmPrefix, text: str | None) -> list[int]:
     messages = _messages(prefix, text)
     if messages is not None:
-        return await llm.encode_beginning(messages)
+        return await llm.text.encode_beginning(messages)
     assert text is not None
-    return await llm.text_work.encode(text, WHOLE_PROMPT, llm.prompt_limit(), "prompt")
+    return await llm.text.work.encode(text, WHOLE_PROMPT, llm.text.prompt_limit(), "prompt")
 
 
 def _messages(prefix: WarmPrefix, text: str | None) -> Sequence[Mapping[str, Any]] | None:

@@ -84,7 +84,7 @@ def _sentencepiece(model: GGUFModel, vocab: Vocabulary) -> Tokenizer:
 def _settings(model: GGUFModel, template: TemplateSource) -> dict[str, Any]:
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": model.shape.context_length,
+        "model_max_length": model.spec.context_length,
         "clean_up_tokenization_spaces": False,
         "bos_token": template.bos or None,
         "eos_token": template.eos or None,

@@ -62,11 +62,11 @@ def load_hf_tokenizer(model: HFModel) -> Tokenizer:
     text = read_text(path, _MAX_TOKENIZER_BYTES)
     if text is None:
         raise ModelError(f"{path}: is missing; download the model with its tokenizer.json")
-    if not can_reserve(ROOM_BYTES + 8 * len(text) + model.shape.n_vocab * ROOM_PER_TOKEN):
+    if not can_reserve(ROOM_BYTES + 8 * len(text) + model.spec.n_vocab * ROOM_PER_TOKEN):
         raise ModelError(f"{path}: not enough memory or address space (ulimit -v) for the tokenizer")
     description = parse_json(text, path)
-    added = _added_tokens(description, path, model.shape.n_vocab)
-    pieces = _read_pieces(description, path, model.shape.n_vocab)
+    added = _added_tokens(description, path, model.spec.n_vocab)
+    pieces = _read_pieces(description, path, model.spec.n_vocab)
     for token in added:
         pieces[token["id"]] = b"" if token["special"] else token["content"].encode()
     bos_id, adds_bos = _read_bos(description, path)
@@ -121,7 +121,7 @@ def _end_ids(model: HFModel, ids: Mapping[str, int], settings: Mapping[str, Any]
         for token_id in value if isinstance(value, list) else [value]:
             if token_id is None:
                 continue
-            if type(token_id) is not int or not 0 <= token_id < model.shape.n_vocab:
+            if type(token_id) is not int or not 0 <= token_id < model.spec.n_vocab:
                 raise ModelError(
                     f"{model.path}: its eos_token_id is {short(value)}, not a token of its vocabulary; {FETCH_AGAIN}"
                 )

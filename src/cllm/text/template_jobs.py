@@ -8,21 +8,25 @@ from typing import Any
 
 from cllm.text.chat_template import ChatTemplate, PromptOptions
 
-Source = tuple[str, str, str]
+TemplateFields = tuple[str, str, str]
 """The fields of a `TemplateSource`."""
 
 
 @lru_cache(maxsize=4)
-def _template(source: Source) -> ChatTemplate:
+def _template(source: TemplateFields) -> ChatTemplate:
     return ChatTemplate.of(source)
 
 
-def examine(source: Source) -> dict[str, Any]:
+def examine(source: TemplateFields) -> dict[str, Any]:
     return _template(source).facts.as_json()
 
 
 def compose(
-    source: Source, special: frozenset[str], messages: Sequence[Mapping[str, Any]], options: PromptOptions, most: int
+    source: TemplateFields,
+    special: frozenset[str],
+    messages: Sequence[Mapping[str, Any]],
+    options: PromptOptions,
+    most: int,
 ) -> tuple[str, list[int]] | None:
     """None: the prompt has more than `most` characters."""
     text, literal = _template(source).compose(special, messages, options)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from cllm.config.work import WorkConfig
+from cllm.config.server import WorkConfig
 from cllm.errors import InvalidRequestError, ModelUnavailableError, OverloadedError, ShuttingDownError
 from cllm.work.owner import OWNER, Owner, for_nobody, while_wanted
 from cllm.work.parents import FIRST, Parent, Recipe

@@ -33,7 +33,7 @@ class GenaiEngine:
             self._pipeline = openvino_genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
         except RuntimeError as error:
             raise ModelError(f"OpenVINO GenAI cannot load {model}: {str(error).strip().splitlines()[-1]}") from error
-        self._n_vocab = GGUFModel.open(Path(model)).shape.n_vocab
+        self._n_vocab = GGUFModel.open(Path(model)).spec.n_vocab
         self._requests = 0
 
     def describe(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from cllm.backends.base import Chunk
 from cllm.backends.llama_cpp.context import Context
 from cllm.backends.llama_cpp.library import load_library
-from cllm.backends.llama_cpp.model import load_model, read_shape
+from cllm.backends.llama_cpp.model import load_model, read_spec
 from cllm.backends.llama_cpp.slots import LlamaSlotOps
 from cllm.kv.ops import SlotGeometry
 from cllm_bench.kernels.streams import Tokens, fill, tokens_per_s
@@ -53,7 +53,7 @@ class LlamaEngine:
     def __init__(self, *, model: str, threads: int) -> None:
         self._library = load_library()
         self._model = load_model(self._library, Path(model), mmap=True, mlock=False)
-        self._n_vocab = read_shape(self._library.api, self._model).n_vocab
+        self._n_vocab = read_spec(self._library.api, self._model).n_vocab
         self._threads = threads
         self._contexts: dict[tuple[Work, bool], tuple[Context, SequenceStreams]] = {}
 

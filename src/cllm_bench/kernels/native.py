@@ -24,7 +24,7 @@ class NativeEngine:
         self._started = perf_counter()
         self._model = GGUFModel.open(Path(model))
         self._engine = load_engine(self._model, threads=threads, instruction_set=instruction_set)
-        self._n_vocab = self._model.shape.n_vocab
+        self._n_vocab = self._model.spec.n_vocab
         self._filled: tuple[Work, BlockStreams] | None = None
 
     def describe(self) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class NativeEngine:
         todo = Work(**work)
         streams = self._streams_for(todo)
         tokens_per_s(streams, todo, self._n_vocab)
-        per_token = self._model.shape.kv_bytes_per_token(KV_TYPE, KV_TYPE)
+        per_token = self._model.spec.kv_bytes_per_token(KV_TYPE, KV_TYPE)
         return {
             "resident_bytes": psutil.Process().memory_info().rss,
             "weight_bytes": self._engine.weight_bytes,

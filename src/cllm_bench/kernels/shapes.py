@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cllm.models.spec import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, Rotation
 from cllm_bench.errors import BenchError
 from cllm_bench.random_blocks import BLOCK_TYPES, BlockType, fitting
 
@@ -33,6 +34,12 @@ class Shape:
     head_dim: int
     n_ff: int
     n_vocab: int
+
+    def spec(self, *, qk_norm: bool = False) -> ModelSpec:
+        rotation = Rotation(ROPE_BASE, self.head_dim, neox=False)
+        heads = self.n_heads, self.n_kv_heads, self.head_dim, self.head_dim
+        layer = LayerSpec(AttentionSpec(*heads, rotation, qk_norm=qk_norm), FeedForwardSpec(self.n_ff))
+        return ModelSpec("llama", self.n_embd, self.n_vocab, 8192, (layer,) * self.n_layers, rms_eps=RMS_EPS, tied=True)
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
@@ -148,11 +155,10 @@ def file_read_per_token(model: GGUFModel) -> float:
 
 def file_macs_per_token(model: GGUFModel) -> float:
     """Multiply-adds with weights that a prompt's token takes; without the head, which only the last one needs."""
-    shape = model.shape
-    n_ff = model.get(f"{shape.architecture}.feed_forward_length", 0)
-    queries, keys = shape.n_heads * shape.head_dim_k, shape.n_kv_heads * shape.head_dim_k
-    values, mixed = shape.n_kv_heads * shape.head_dim_v, shape.n_heads * shape.head_dim_v
-    return float(shape.n_layers * shape.n_embd * (queries + keys + values + mixed + 3 * n_ff))
+    spec = model.spec
+    n_ff = model.get(f"{spec.architecture}.feed_forward_length", 0)
+    attention = sum(layer.attention.qkv_size + layer.attention.output_size for layer in spec.layers)
+    return float(spec.n_embd * (attention + spec.n_layers * 3 * n_ff))
 
 
 def _gets_more_bits(layer: int, n_layers: int) -> bool:

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from cllm.machine import install_packages
 from cllm.models.dequantise import DEQUANTISED, dequantised_rows
 from cllm.models.gguf import GGUFModel, TensorFile
-from cllm.models.gguf_decoder import ROPE_NEOX, read_params, unsupported_reason
+from cllm.models.gguf_decoder import ROPE_FREQS, ROPE_NEOX, decoder_spec, unsupported_reason
+from cllm.models.spec import ModelSpec, Rotation
 from cllm_bench.errors import BenchError
 
 Floats = NDArray[np.float32]
@@ -36,7 +37,6 @@ _NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_FREQUENCIES = "rope_freqs.weight"
 _FLOATS = frozenset({GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16})
 
 
@@ -64,15 +64,17 @@ class Reference:
         reason = unsupported_reason(model, DEQUANTISED | _FLOATS)
         if reason is not None:
             raise BenchError(f"{model.path}: the truth cannot be computed: {reason}")
-        rotated = read_params(model).rope_dims
-        if rotated < model.shape.head_dim_k:
+        spec = decoder_spec(model)
+        rotation, head_dim = spec.layers[0].attention.rotation, spec.layers[0].attention.head_dim_k
+        assert rotation is not None
+        if rotation.dims < head_dim:
             raise BenchError(
                 f"{model.path}: the truth cannot be computed: "
-                f"positions turn {rotated} of a head's {model.shape.head_dim_k} dimensions, not all of them"
+                f"positions turn {rotation.dims} of a head's {head_dim} dimensions, not all of them"
             )
         torch.set_num_threads(threads)
         self._torch = torch
-        config = transformers.AutoConfig.for_model(model.shape.architecture, **_config(model))
+        config = transformers.AutoConfig.for_model(spec.architecture, **_config(spec))
         with torch.device("meta"):  # no memory, and no random numbers, for what is loaded anyway
             network = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation="eager"
@@ -80,7 +82,7 @@ class Reference:
         weights = {name: torch.from_numpy(values) for name, values in _weights(model)}
         weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
         network.load_state_dict(weights, strict=True, assign=True)
-        network.model.rotary_emb.inv_freq = torch.from_numpy(_frequencies(model))
+        network.model.rotary_emb.inv_freq = torch.from_numpy(_frequencies(rotation))
         self._network: Any = network.eval()
         self.versions = {"torch": torch.__version__, "transformers": transformers.__version__}
 
@@ -92,41 +94,40 @@ class Reference:
         return found
 
 
-def _config(model: GGUFModel) -> dict[str, Any]:
-    shape, numbers = model.shape, read_params(model)
-    biases = "blk.0.attn_q.bias" in model.tensors
+def _config(spec: ModelSpec) -> dict[str, Any]:
+    attention, feed_forward = spec.layers[0].attention, spec.layers[0].feed_forward
     return {
-        "vocab_size": shape.n_vocab,
-        "hidden_size": shape.n_embd,
-        "intermediate_size": numbers.n_ff,
-        "num_hidden_layers": shape.n_layers,
-        "num_attention_heads": shape.n_heads,
-        "num_key_value_heads": shape.n_kv_heads,
-        "head_dim": shape.head_dim_k,
-        "rms_norm_eps": numbers.rms_eps,
-        "max_position_embeddings": shape.context_length,
+        "vocab_size": spec.n_vocab,
+        "hidden_size": spec.n_embd,
+        "intermediate_size": feed_forward.size,
+        "num_hidden_layers": spec.n_layers,
+        "num_attention_heads": attention.n_heads,
+        "num_key_value_heads": attention.n_kv_heads,
+        "head_dim": attention.head_dim_k,
+        "rms_norm_eps": spec.rms_eps,
+        "max_position_embeddings": spec.context_length,
         "hidden_act": "silu",
-        "tie_word_embeddings": "output.weight" not in model.tensors,
+        "tie_word_embeddings": spec.tied,
         # Llama has biases of all four matrices or of none; qwen2's are always there.
-        "attention_bias": biases and shape.architecture == "llama",
+        "attention_bias": attention.qkv_bias and spec.architecture == "llama",
     }
 
 
 def _weights(model: GGUFModel) -> Iterator[tuple[str, Floats]]:
-    shape = model.shape
+    spec, attention = model.spec, model.spec.layers[0].attention
     with TensorFile(model) as file:
         for name, info in model.tensors.items():
-            if name == _FREQUENCIES:
+            if name == ROPE_FREQS:
                 continue
             values = np.concatenate(list(dequantised_rows(file, model, name))).reshape(info.shape[::-1])
             role = name.split(".")[-2]
-            if role in ("attn_q", "attn_k") and not ROPE_NEOX[shape.architecture]:
-                heads = shape.n_heads if role == "attn_q" else shape.n_kv_heads
+            if role in ("attn_q", "attn_k") and not ROPE_NEOX[spec.architecture]:
+                heads = attention.n_heads if role == "attn_q" else attention.n_kv_heads
                 values = _halves_apart(values, heads)
             yield _renamed(name), np.ascontiguousarray(values)
-    if shape.architecture == "llama" and "blk.0.attn_q.bias" in model.tensors:
-        for layer in range(shape.n_layers):
-            yield f"model.layers.{layer}.self_attn.o_proj.bias", np.zeros(shape.n_embd, np.float32)
+    if spec.architecture == "llama" and "blk.0.attn_q.bias" in model.tensors:
+        for layer in range(spec.n_layers):
+            yield f"model.layers.{layer}.self_attn.o_proj.bias", np.zeros(spec.n_embd, np.float32)
 
 
 def _renamed(name: str) -> str:
@@ -141,12 +142,7 @@ def _halves_apart(rows: Floats, heads: int) -> Floats:
     return apart
 
 
-def _frequencies(model: GGUFModel) -> Floats:
+def _frequencies(rotation: Rotation) -> Floats:
     """Radians that each pair of dimensions turns from one position to the next."""
-    numbers = read_params(model)
-    exponents = np.arange(0, numbers.rope_dims, 2) / numbers.rope_dims
-    found = numbers.rope_frequency_scale * numbers.rope_base**-exponents
-    if _FREQUENCIES in model.tensors:
-        with TensorFile(model) as file:
-            found = found / np.concatenate(list(dequantised_rows(file, model, _FREQUENCIES)))[0]
-    return found.astype(np.float32)
+    found = rotation.base ** -(np.arange(0, rotation.dims, 2) / rotation.dims) / rotation.scale
+    return (found if rotation.divisors is None else found / np.array(rotation.divisors)).astype(np.float32)

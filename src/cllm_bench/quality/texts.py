@@ -26,7 +26,7 @@ def read_texts(model: GGUFModel, text: Path, quick: bool) -> list[Sequence[int]]
     tokens = load_tokenizer(model).encode(content)
     if len(tokens) < FEWEST:
         raise BenchError(f"{text} is {len(tokens)} tokens long; give a text of at least {FEWEST}")
-    return parts_of(tokens, min(model.shape.context_length, QUICK_TOKENS if quick else LONGEST), 1 if quick else None)
+    return parts_of(tokens, min(model.spec.context_length, QUICK_TOKENS if quick else LONGEST), 1 if quick else None)
 
 
 def parts_of(tokens: Sequence[int], longest: int, most: int | None = None) -> list[Sequence[int]]:

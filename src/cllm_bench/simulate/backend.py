@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from cllm.backends.base import Backend, BackendTraits, Chunk, Logits, StepResult
 from cllm.errors import BackendError
 from cllm.kv.ops import Geometry, Move
-from cllm.models.shape import ModelShape
+from cllm.models.spec import AttentionSpec, LayerSpec, ModelSpec
 from cllm_bench.simulate.cost import CostModel, StepWork
 from cllm_bench.simulate.traces import Text
 
@@ -23,7 +23,7 @@ class SimulatedBackend(Backend):
 
     def __init__(self, cost: CostModel) -> None:
         self.cost = cost
-        self.shape = ModelShape("simulated", 1, 1, 1, 1, 1, 1, 1, 1 << 30)
+        self.spec = ModelSpec("simulated", 1, 1, 1 << 30, (LayerSpec(AttentionSpec(1, 1, 1, 1)),))
         self.seconds = 0.0
         self.total_s = 0.0
         self._geometry: Geometry | None = None

@@ -16,8 +16,9 @@ from cllm.backends.base import Backend, Chunk, StepResult
 from cllm.config import load_config
 from cllm.engine.loop import Engine
 from cllm.engine.params import SamplingParams
-from cllm.engine.request import Output, build_request
+from cllm.engine.request import Output, Terms, build_request
 from cllm.engine.scheduler import Scheduler
+from cllm.engine.submission import Submission
 from cllm.errors import BackendError, CLLMError
 from cllm.kv.ops import BlockOps, Geometry, SlotOps
 from cllm.loading.parts import load_model
@@ -46,7 +47,7 @@ class RecordingBackend(Backend):
     """Another backend, with every step timed. The first one waits until all requests are there."""
 
     def __init__(self, inner: Backend, clock: Clock) -> None:
-        self.traits, self.shape = inner.traits, inner.shape
+        self.traits, self.spec = inner.traits, inner.spec
         self.steps: list[StepRecord] = []
         self.gate = threading.Event()
         self._inner = inner
@@ -114,16 +115,9 @@ def timed_steps(
         for number, prompt in enumerate(prompts):
             engine.submit(
                 build_request(
-                    str(number),
-                    prompt,
-                    SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0),
+                    Submission(prompt, SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0), str(number)),
+                    Terms(1 << 30, backend.spec.n_vocab),  # the length is given, so no token ends an answer
                     arrival=clock(),
-                    timeout_s=1e9,
-                    priority=0,
-                    eos_ids=frozenset(),  # the length is given, so no token ends an answer
-                    seed=0,
-                    max_context=1 << 30,
-                    vocab_size=backend.shape.n_vocab,
                 )
             )
         recorder.gate.set()
@@ -155,7 +149,7 @@ def fit_model(model: str, backend: str, repeats: int, file: Path, seed: int) -> 
     runs: list[list[StepRecord]] = []
     with parts.backend, Console(stderr=True).status("") as status:
         for repeat in range(repeats):
-            for prompts in calibration_prompts(parts.backend.shape.n_vocab, seed + repeat):
+            for prompts in calibration_prompts(parts.backend.spec.n_vocab, seed + repeat):
                 status.update(f"{len(prompts)} prompts of {len(prompts[0])} tokens, {repeat + 1} of {repeats}")
                 runs.append(timed_steps(parts.backend, parts.scheduler, prompts))
     description = f"{facts.name} on {parts.backend.describe()}, fitted from measured steps"

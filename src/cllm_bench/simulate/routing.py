@@ -14,7 +14,7 @@ from cllm_bench.simulate.server import SimulatedServer
 from cllm_bench.simulate.settings import Settings
 from cllm_bench.simulate.traces import TracedRequest, spell
 
-_ROOT = root_name(b"")
+_ROOT = root_name()
 
 _SAMPLE = 2
 """What a router that is not alone gives to a server for its load alone goes to the better one of so many, so that all

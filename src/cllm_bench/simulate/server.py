@@ -10,10 +10,11 @@ from collections.abc import Callable
 from cllm.engine.budget import StepBudget
 from cllm.engine.observer import RequestRecord
 from cllm.engine.params import SamplingParams
-from cllm.engine.plan import Plan
+from cllm.engine.plan import StepPlan
 from cllm.engine.request import Request, Sequence
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.stepper import Stepper
+from cllm.engine.submission import Submission
 from cllm.kv.ops import BlockGeometry
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.routing.policy import ReplicaStats
@@ -93,7 +94,8 @@ class SimulatedServer:
             return
         self.submitted += 1
         key = str(self.submitted)
-        request = Request(key, spell(traced.prompt), _PARAMS, arrival=arrival, deadline=arrival + self._timeout_s)
+        submission = Submission(spell(traced.prompt), _PARAMS, key)
+        request = Request(submission, arrival=arrival, deadline=arrival + self._timeout_s)
         limit = len(request.prompt) + traced.answer_length
         request.sequences.append(Sequence(request, 0, TracedAnswer(traced.answer), limit))  # type: ignore[arg-type]
         self._live[key] = traced
@@ -115,7 +117,7 @@ class SimulatedServer:
         queued += sum(len(sequence.tokens) - sequence.num_computed for sequence in running)
         return ReplicaStats(queued, len(running) + len(waiting))
 
-    def _computed(self, plan: Plan) -> None:
+    def _computed(self, plan: StepPlan) -> None:
         """The clock goes on by what the step took, before its tokens count."""
         self.tally.steps += 1
         self.tally.computed_tokens += plan.prompt_tokens + plan.decode_rows

@@ -12,9 +12,9 @@ import torch
 from cllm.backends.base import Chunk
 from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import make_batch
-from cllm.backends.torch.decoder import Decoder
 from cllm.backends.torch.device import choose_operations
 from cllm.kv.ops import BlockGeometry
+from cllm_bench.kernels.shapes import Shape
 from cllm_bench.torch_gpu.engines import Place
 
 BLOCK = 16
@@ -25,9 +25,9 @@ def attention_share(place: Place, rows: int, context: int) -> float:
     """One layer's attention over K and V that lie scattered: its speed over that of reading as many bytes in a row."""
     device = torch.device(place.device)
     n_heads, n_kv_heads, head_dim = (4, 2, 16) if place.tiny else (32, 8, 128)
-    decoder = Decoder(1, n_heads * head_dim, n_heads, n_kv_heads, head_dim, 1, 1, 1e-5, 1e4, context)
+    spec = Shape(1, n_heads * head_dim, n_heads, n_kv_heads, head_dim, 1, 1).spec()
     per_row = context // BLOCK
-    arena = Arena(decoder, BlockGeometry(rows * per_row, BLOCK), "f16", device)
+    arena = Arena(spec, BlockGeometry(rows * per_row, BLOCK), "f16", device)
     arena.data.normal_()
     order = torch.randperm(rows * per_row).tolist()
     tables = [order[row * per_row : (row + 1) * per_row] for row in range(rows)]

@@ -123,7 +123,7 @@ class Bench:
         return await self.ask(prompts, [greedy(tokens)] * len(prompts))
 
     def prompts(self, count: int, length: int, seed: str) -> list[list[int]]:
-        source, vocabulary = random.Random(seed), self.llm.shape.n_vocab
+        source, vocabulary = random.Random(seed), self.llm.text.spec.n_vocab
         return [[source.randrange(vocabulary) for _ in range(length)] for _ in range(count)]
 
     async def speeds(self, many: int, tokens_in: int, tokens_out: int) -> dict[str, float]:

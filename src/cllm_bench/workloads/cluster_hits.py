@@ -106,7 +106,7 @@ class ClusterHits(LocalWorkload):
 
 
 def _token_bytes() -> int:
-    return kv_bytes_per_token(ResourcesConfig(), FakeBackend().shape)
+    return kv_bytes_per_token(ResourcesConfig(), FakeBackend().spec)
 
 
 def _metrics(client: Client) -> Metrics:

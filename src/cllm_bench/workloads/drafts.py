@@ -145,13 +145,17 @@ class _Side:
     @property
     def exact(self) -> bool:
         """Whether a row's result does not depend on what is computed beside it."""
-        return self.llm.backend_name != "llama_cpp"
+        return self.llm.text.facts.traits.name != "llama_cpp"
 
     async def answer(self, key: str, task: Task, params: SamplingParams, place: str) -> list[int]:
         """An answer's tokens, with the time that they took from the first one on."""
         prompt = [{"role": "user", "content": task.text}]
-        ids = await self.llm.encode_chat(prompt, params) if task.is_chat else self.llm.tokenizer.encode(task.text)
-        before = self.llm.snapshot()
+        ids = (
+            await self.llm.text.encode_chat(prompt, params)
+            if task.is_chat
+            else self.llm.text.tokenizer.encode(task.text)
+        )
+        before = self.llm.executor.snapshot()
         tokens: list[int] = []
         first_at, first = 0.0, 0
         async for delta in self.llm.submit(ids, params, tenant=Tenant(space=place.encode())):
@@ -161,7 +165,7 @@ class _Side:
         seconds = perf_counter() - first_at
         if len(tokens) > first:
             self.token_s.setdefault(key, []).append(seconds / (len(tokens) - first))
-        after = self.llm.snapshot()
+        after = self.llm.executor.snapshot()
         counts = self.drafts.setdefault(key, [0, 0])
         counts[0] += after.drafted_tokens - before.drafted_tokens
         counts[1] += after.accepted_drafts - before.accepted_drafts

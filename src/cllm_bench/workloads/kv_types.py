@@ -11,7 +11,7 @@ import numpy as np
 
 from cllm._native import Engine
 from cllm.backends.native.loader import load_engine
-from cllm.kv.memory import CPU_KV_TYPES
+from cllm.kv.sizing import CPU_KV_TYPES
 from cllm.machine import mib, read_memory_limits, tightest
 from cllm.models.gguf import GGUFModel
 from cllm_bench.figures import OURS, Figure, Limit, Run, own
@@ -110,7 +110,7 @@ class KvTypes(Workload):
         try:
             for number, tokens in enumerate(self.texts, 1):
                 what = f"text {number} of {len(self.texts)}"
-                compare_on(engine, self.model.shape.n_vocab, tokens, found, partial(say, what))
+                compare_on(engine, self.model.spec.n_vocab, tokens, found, partial(say, what))
         finally:
             positions = found[REFERENCE].positions
             notes.insert(0, f"perplexity over {positions:,} positions; change, same top token and KL beside f16/f16")
@@ -127,11 +127,11 @@ class KvTypes(Workload):
                 keep(Run(_side(pair), repeat, measured, {"busy_percent_before": busy}))
 
     def _bytes(self, pair: Pair) -> int:
-        return self.model.shape.kv_bytes_per_token(pair.type_k, pair.type_v)
+        return self.model.spec.kv_bytes_per_token(pair.type_k, pair.type_v)
 
     def _that_fit(self) -> tuple[list[Work], list[str]]:
         """The works whose K/V as f16 fit in memory and in the model's context, and why the others do not."""
-        room, context = tightest(read_memory_limits()), self.model.shape.context_length
+        room, context = tightest(read_memory_limits()), self.model.spec.context_length
         fitting, notes = [], []
         for work in self.works:
             needed = work.streams * work.room * self._bytes(REFERENCE)
@@ -145,7 +145,7 @@ class KvTypes(Workload):
 
     def _speeds(self, engine: Engine, pair: Pair, works: Sequence[Work]) -> dict[str, float]:
         """Tokens a second. For works of the same context the streams are filled once."""
-        n_vocab = self.model.shape.n_vocab
+        n_vocab = self.model.spec.n_vocab
         speeds: dict[str, float] = {}
         for context in sorted({work.context for work in works}):
             alike = [work for work in works if work.context == context]

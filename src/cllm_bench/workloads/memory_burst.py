@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from cllm.kv.memory import MIB
+from cllm.kv.sizing import MIB
 from cllm_bench.client import Client
 from cllm_bench.errors import BenchError
 from cllm_bench.figures import OURS, Figure, Metrics, Run, own

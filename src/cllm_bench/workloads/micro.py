@@ -17,10 +17,11 @@ from cllm.backends.fake import FakeBackend
 from cllm.engine import results as results_module
 from cllm.engine.budget import StepBudget
 from cllm.engine.params import SamplingParams
-from cllm.engine.request import build_request
+from cllm.engine.request import Terms, build_request
 from cllm.engine.sampling import choose
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.stepper import Stepper
+from cllm.engine.submission import Submission
 from cllm.kv.ops import BlockGeometry
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.paged.pool import BlockPool
@@ -100,20 +101,12 @@ class Micro(LocalWorkload):
 
     def _add_requests(self, scheduler: Scheduler, count: int) -> None:
         draw = random.Random(count)
+        params = SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True)
         for index in range(count):
             prompt = [draw.randrange(VOCABULARY) for _ in range(self.prompt_tokens)]
             scheduler.requests.add(
                 build_request(
-                    f"request-{index}",
-                    prompt,
-                    SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True),
-                    arrival=monotonic(),
-                    timeout_s=3600.0,
-                    priority=0,
-                    eos_ids=frozenset(),
-                    seed=index,
-                    max_context=1 << 16,
-                    vocab_size=VOCABULARY,
+                    Submission(prompt, params, f"request-{index}"), Terms(1 << 16, VOCABULARY), arrival=monotonic()
                 )
             )
 

@@ -125,7 +125,7 @@ class _Side:
         self.first_s.append(firsts[0] - start)
 
     async def _answer(self, prompt: Prompt, params: SamplingParams, counts: list[int], firsts: list[float]) -> None:
-        grammar = None if params.structured is None else await self.llm.compile(params.structured)
+        grammar = None if params.structured is None else await self.llm.text.compile(params.structured)
         self.asked += 1
         tenant = Tenant(space=f"{self.by_schema} {self.asked}".encode())
         tokens = 0
@@ -141,7 +141,7 @@ class _Side:
 
 
 async def _as_chat(llm: AsyncLLM, question: str) -> Sequence[int]:
-    return await llm.encode_chat([{"role": "user", "content": question}], SAMPLED)
+    return await llm.text.encode_chat([{"role": "user", "content": question}], SAMPLED)
 
 
 def _object(properties: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from cllm.engine.observer import RequestRecord
-from cllm.kv.memory import MIB
+from cllm.kv.sizing import MIB
 from cllm_bench.figures import OURS, Figure, Limit, Metrics, Run
 from cllm_bench.pages.extras import check_extra
 from cllm_bench.stats import percentile
@@ -80,7 +80,7 @@ class TorchHost(LocalWorkload):
                 }
                 async with engine(place.settings_for("8B", **memory)) as bench:
                     metrics = await self._in_turns(bench) | await self._beside_streams(bench)
-                    runs.append(Run(side, repeat, metrics | {"loads": float(bench.llm.kv()["host"]["loads"])}))
+                    runs.append(Run(side, repeat, metrics | {"loads": float(bench.llm.executor.kv()["host"]["loads"])}))
         return runs
 
     async def _in_turns(self, bench: Bench) -> Metrics:

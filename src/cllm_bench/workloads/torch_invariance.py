@@ -60,14 +60,14 @@ class TorchInvariance(LocalWorkload):
                 together = (await bench.ask(prompts, params)).answers
                 alone = [(await bench.ask([one], [how])).answers[0] for one, how in zip(prompts, params, strict=True)]
                 ours = await bench.speeds(self.many, self.tokens_in, self.tokens_out)
-                token_bytes = bench.llm.bytes_per_token
+                token_bytes = bench.llm.text.facts.bytes_per_token
             # Room for a third of what all take in the end, so that some who have begun must go; for the longest twice.
             needs = [len(one) + (how.max_tokens or 0) for one, how in zip(prompts, params, strict=True)]
             small_mb = max(sum(needs) / 3, 2.5 * max(needs)) * token_bytes / 2**20
             settings = {"resources__kv_cache_max_memory_mb": small_mb, "scheduler__max_step_tokens": 96, **INVARIANT}
             async with engine(place.settings_for("8B", **settings)) as bench:
                 crowded = (await bench.ask(prompts, params)).answers
-                preemptions = bench.llm.snapshot().preemptions
+                preemptions = bench.llm.executor.snapshot().preemptions
             async with engine(place.settings_for("8B")) as bench:
                 fast = await bench.speeds(self.many, self.tokens_in, self.tokens_out)
         different = sum(each != one for others in (alone, crowded) for one, each in zip(together, others, strict=True))

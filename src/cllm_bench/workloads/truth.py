@@ -15,7 +15,7 @@ from cllm.backends.llama_cpp.library import load_library
 from cllm.backends.native.loader import load_engine
 from cllm.backends.native.sizes import packed_bytes
 from cllm.errors import CLLMError
-from cllm.kv.memory import CPU_KV_TYPES
+from cllm.kv.sizing import CPU_KV_TYPES
 from cllm.machine import mib, read_memory_limits, tightest
 from cllm.models.gguf import GGUFModel
 from cllm_bench.errors import BenchError
@@ -80,9 +80,10 @@ class Truth(Workload):
         truth = Reference(model, threads=setup.threads)
         kv_types: Sequence[str] = CPU_KV_TYPES
         left_out: dict[str, str] = {}
-        if model.shape.head_dim_k % _SCALED or model.shape.head_dim_v % _SCALED:
+        attention = model.spec.layers[0].attention
+        if attention.head_dim_k % _SCALED or attention.head_dim_v % _SCALED:
             kv_types = kv_types[:1]
-            left_out["quantised K/V"] = f"the head size, {model.shape.head_dim_k}, is not a multiple of {_SCALED}"
+            left_out["quantised K/V"] = f"the head size, {attention.head_dim_k}, is not a multiple of {_SCALED}"
         sides = _native(model, kv_types, self.instruction_sets, setup.threads)
         try:
             load_library()
@@ -133,7 +134,7 @@ def _check_room(model: GGUFModel, longest: int) -> None:
     """The weights as float32 and, of one engine, packed; logits of a text, the truth's and those of a side, each as
     they come and as probabilities."""
     weights = 4 * sum(prod(tensor.shape) for tensor in model.tensors.values())
-    needed = weights + packed_bytes(model) + 4 * 4 * longest * model.shape.n_vocab
+    needed = weights + packed_bytes(model) + 4 * 4 * longest * model.spec.n_vocab
     room = tightest(read_memory_limits())
     if needed > room.free:
         raise BenchError(
@@ -177,7 +178,7 @@ class _LoadedEngine:
 def _native(model: GGUFModel, kv_types: Sequence[str], instruction_sets: Sequence[str], threads: int) -> list[Side]:
     engines = _LoadedEngine(model, threads)
     return [
-        Side("native", name, kv_type, partial(_native_rows, engines, name, kv_type, model.shape.n_vocab))
+        Side("native", name, kv_type, partial(_native_rows, engines, name, kv_type, model.spec.n_vocab))
         for name in instruction_sets
         for kv_type in kv_types
     ]

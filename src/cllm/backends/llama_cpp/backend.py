@@ -33,12 +33,12 @@ from cllm.backends.base import (
 from cllm.backends.llama_cpp.batch import count_passes, cut
 from cllm.backends.llama_cpp.context import Context, States
 from cllm.backends.llama_cpp.library import load_library
-from cllm.backends.llama_cpp.model import load_model, read_shape
+from cllm.backends.llama_cpp.model import load_model, read_spec
 from cllm.backends.llama_cpp.slots import LlamaSlotOps
 from cllm.backends.scoring import join_scores, pool_rows, score_rows
 from cllm.errors import BackendError, ConfigError, ModelError
-from cllm.kv.memory import CPU_KV_TYPES
 from cllm.kv.ops import Geometry, SlotGeometry
+from cllm.kv.sizing import CPU_KV_TYPES
 
 log = logging.getLogger("cllm.llama_cpp")
 
@@ -84,7 +84,7 @@ class LlamaCppBackend(Backend):
         self._library.take_log()
         self._model = load_model(self._library, path, mmap, mlock)
         try:
-            self.shape = read_shape(self._library.api, self._model)
+            self.spec = read_spec(self._library.api, self._model)
         except ModelError:
             self.close()
             raise
@@ -125,7 +125,7 @@ class LlamaCppBackend(Backend):
         return context.slots * context.slot_tokens * self._token_bytes()
 
     def _token_bytes(self) -> int:
-        return self.shape.kv_bytes_per_token(self._kv_type_k, self._kv_type_v)
+        return self.spec.kv_bytes_per_token(self._kv_type_k, self._kv_type_v)
 
     @property
     def ops(self) -> LlamaSlotOps:
@@ -140,7 +140,7 @@ class LlamaCppBackend(Backend):
         is the same and all fits into one batch, the rows are llama.cpp's own memory, else a copy."""
         context = self._live()
         if not chunks:
-            return np.empty((0, self.shape.n_vocab), np.float32)
+            return np.empty((0, self.spec.n_vocab), np.float32)
         context.clear_abort()
         self._ops.settle()
         ordered = sorted(chunks, key=attrgetter("slot"))
@@ -151,7 +151,7 @@ class LlamaCppBackend(Backend):
         if len(batches) == 1 and wanting == sorted(wanting):
             return context.decode(batches[0])
 
-        rows, done = np.empty((len(wanting), self.shape.n_vocab), np.float32), 0
+        rows, done = np.empty((len(wanting), self.spec.n_vocab), np.float32), 0
         place = np.argsort(wanting, kind="stable")
         for batch in batches:
             logits = context.decode(batch)
@@ -164,7 +164,7 @@ class LlamaCppBackend(Backend):
         by one, those to be embedded together."""
         context = self._live()
         plain = [chunk for chunk in chunks if chunk.asks is None]
-        rows = np.empty((sum(chunk.wanted_logits for chunk in chunks), self.shape.n_vocab), np.float32)
+        rows = np.empty((sum(chunk.wanted_logits for chunk in chunks), self.spec.n_vocab), np.float32)
         plain_rows, done, row = self._step(plain).copy(), 0, 0
         context.clear_abort()
         self._ops.settle()
@@ -184,7 +184,7 @@ class LlamaCppBackend(Backend):
 
     def _score(self, context: Context, chunk: Chunk, asked: Scoring) -> tuple[PromptScores, Logits]:
         scores: list[PromptScores] = []
-        last = np.empty((0, self.shape.n_vocab), np.float32)
+        last = np.empty((0, self.spec.n_vocab), np.float32)
         for done, part in self._parts(context, chunk):
             logits = context.decode([part])
             targets = asked.targets[done : done + len(part.tokens)]
@@ -204,7 +204,7 @@ class LlamaCppBackend(Backend):
         with context.embedding():
             for batch in cut(wanted, min(context.most_rows, context.n_batch)):
                 context.decode(batch)
-                found = context.states(sum(len(part.tokens) for part in batch), self.shape.n_embd)
+                found = context.states(sum(len(part.tokens) for part in batch), self.spec.n_embd)
                 done = 0
                 for part in batch:
                     states[part.slot].append(found[done : done + len(part.tokens)])
@@ -293,7 +293,7 @@ class LlamaCppBackend(Backend):
         params = self._context_params()
         if n_batch is not None:
             params.n_batch = params.n_ubatch = n_batch
-        return Context(self._library, self._model, params, geometry, self.shape.n_vocab, self.traits.most_drafts)
+        return Context(self._library, self._model, params, geometry, self.spec.n_vocab, self.traits.most_drafts)
 
     def _context_params(self) -> Any:
         """All but the number of slots, which may change."""

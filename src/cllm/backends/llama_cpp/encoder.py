@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from cllm.backends.base import Backend, BackendTraits, Chunk, Hidden, Pooling, StepResult
 from cllm.backends.llama_cpp.batch import TokenBatch
 from cllm.backends.llama_cpp.library import load_library
-from cllm.backends.llama_cpp.model import load_model, read_shape
+from cllm.backends.llama_cpp.model import load_model, read_spec
 from cllm.errors import BackendError, ModelError
 from cllm.kv.ops import Geometry, Move
 from cllm.models.gguf import GGUFModel
@@ -35,16 +35,16 @@ class LlamaCppEncoder(Backend):
         self._geometry: Geometry | None = None
         what = "ranks documents: use POST /v1/rerank" if model.ranks else "embeds texts: use POST /v1/embeddings"
         self._no_answers = f"{model.path.name} generates no text, it only {what}"
-        self._pools = model.get(f"{model.shape.architecture}.pooling_type", 0) != 0
+        self._pools = model.get(f"{model.spec.architecture}.pooling_type", 0) != 0
         self._library = load_library()
         self._library.take_log()
         self._model = load_model(self._library, model.path, mmap, mlock)
         try:
             api = self._library.api
-            self.shape = read_shape(api, self._model)
+            self.spec = read_spec(api, self._model)
             if hasattr(api, "llama_model_n_embd_out"):  # some models project what they have at the end
-                self.shape = replace(self.shape, n_embd=api.llama_model_n_embd_out(self._model))
-            self._n_batch = most = min(n_batch, self.shape.context_length)
+                self.spec = replace(self.spec, n_embd=api.llama_model_n_embd_out(self._model))
+            self._n_batch = most = min(n_batch, self.spec.context_length)
             self.traits = replace(
                 self.traits,
                 ranks=model.ranks,
@@ -52,7 +52,7 @@ class LlamaCppEncoder(Backend):
                 context_cap=most,
                 preferred_step_tokens=most,
             )
-            self._outputs = api.llama_model_n_cls_out(self._model) if model.ranks else self.shape.n_embd
+            self._outputs = api.llama_model_n_cls_out(self._model) if model.ranks else self.spec.n_embd
             self._open()
         except (ModelError, BackendError):
             self.close()
@@ -96,7 +96,7 @@ class LlamaCppEncoder(Backend):
         read: dict[int, Any] = {}
         for batch in self._batches(chunks):
             read.update(self._compute(batch, chunks))
-        return StepResult(np.empty((0, self.shape.n_vocab), np.float32), None, read)
+        return StepResult(np.empty((0, self.spec.n_vocab), np.float32), None, read)
 
     def _check(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:

@@ -8,7 +8,7 @@ from typing import Any
 
 from cllm.backends.llama_cpp.library import Library
 from cllm.errors import ModelError
-from cllm.models.shape import ModelShape
+from cllm.models.spec import AttentionSpec, LayerSpec, ModelSpec
 
 
 def load_model(library: Library, path: Path, mmap: bool, mlock: bool, *, vocab_only: bool = False) -> Any:
@@ -26,7 +26,7 @@ def load_model(library: Library, path: Path, mmap: bool, mlock: bool, *, vocab_o
     return model
 
 
-def read_shape(api: Any, model: Any) -> ModelShape:
+def read_spec(api: Any, model: Any) -> ModelSpec:
     def metadata(key: str) -> str | None:
         value = ctypes.create_string_buffer(256)
         found = api.llama_model_meta_val_str(model, key.encode(), value, len(value)) >= 0
@@ -40,14 +40,16 @@ def read_shape(api: Any, model: Any) -> ModelShape:
         )
     n_embd, n_heads = api.llama_model_n_embd(model), api.llama_model_n_head(model)
     default_dim = n_embd // n_heads
-    return ModelShape(
-        architecture=architecture,
-        n_layers=api.llama_model_n_layer(model),
-        n_embd=n_embd,
+    attention = AttentionSpec(
         n_heads=n_heads,
         n_kv_heads=api.llama_model_n_head_kv(model),
         head_dim_k=int(metadata(f"{architecture}.attention.key_length") or default_dim),
         head_dim_v=int(metadata(f"{architecture}.attention.value_length") or default_dim),
+    )
+    return ModelSpec(
+        architecture=architecture,
+        n_embd=n_embd,
         n_vocab=api.llama_vocab_n_tokens(api.llama_model_get_vocab(model)),
         context_length=api.llama_model_n_ctx_train(model),
+        layers=(LayerSpec(attention),) * api.llama_model_n_layer(model),
     )

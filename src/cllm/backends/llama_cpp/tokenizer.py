@@ -24,7 +24,7 @@ class LlamaTokenizer:
         self._model: Any = load_model(library, model.path, True, False, vocab_only=True)
         api = library.api
         self._vocab: Any = api.llama_model_get_vocab(self._model)
-        self.vocab_size = model.shape.n_vocab
+        self.vocab_size = model.spec.n_vocab
         tokens = model.strings("tokenizer.ggml.tokens")
         self.longest_token = max([_LEAST_LONGEST, *(len(token.encode()) for token in tokens)])
         begin: int = api.llama_vocab_bos(self._vocab)

@@ -63,7 +63,7 @@ class NativeBackend(Backend):
         large_pages: bool = True,
     ) -> None:
         _check_instruction_set(instruction_set)
-        self.shape = model.shape
+        self.spec = model.spec
         self.traits = replace(self.traits, pooling=model.pooling, score_weight=1 + _head_share(model))
         self._kv_types = {"type_k": kv_type_k, "type_v": kv_type_v}
         self._large_pages = large_pages
@@ -157,7 +157,7 @@ class NativeBackend(Backend):
         return logits
 
     def _read_prompts(self, chunks: Sequence[Chunk]) -> StepResult:
-        engine, outputs = self._ready(), _Outputs(chunks, self.shape.n_embd)
+        engine, outputs = self._ready(), _Outputs(chunks, self.spec.n_embd)
         with _refusals(chunks):
             tokens, rows, table = _as_arrays(chunks)
             logits = self._rows_for(rows)
@@ -231,7 +231,7 @@ class NativeBackend(Backend):
             ) from error
 
     def _room_for_logits(self, rows: int) -> Logits:
-        return np.empty((rows, self.shape.n_vocab), np.float32)
+        return np.empty((rows, self.spec.n_vocab), np.float32)
 
 
 class _Outputs:
@@ -292,7 +292,7 @@ def _refusals(chunks: Sequence[Chunk]) -> Iterator[None]:
 def _head_share(model: GGUFModel) -> float:
     """The cost of a token's logits, relative to that of its layers."""
     layers = sum(math.prod(info.shape) for name, info in model.tensors.items() if name.startswith("blk."))
-    return (model.shape.n_embd + _SCORE_COLUMNS) * model.shape.n_vocab / max(layers, 1)
+    return (model.spec.n_embd + _SCORE_COLUMNS) * model.spec.n_vocab / max(layers, 1)
 
 
 @cache

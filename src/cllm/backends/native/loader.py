@@ -6,23 +6,23 @@ before memory is allocated for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-import numpy as np
 from gguf import GGMLQuantizationType
 
 from cllm._native import Engine
 from cllm.errors import ConfigError, ModelError
-from cllm.models.gguf import GGUFModel, TensorFile
+from cllm.models.gguf import DAMAGED_ADVICE, GGUFModel, TensorFile
 from cllm.models.gguf_decoder import (
-    ROPE_NEOX,
-    DecoderParams,
     TensorSpec,
+    check_size,
+    decoder_spec,
     layer_tensors,
     outer_tensors,
-    read_params,
     unsupported_reason,
 )
+from cllm.models.load_progress import ByteProgress
+from cllm.models.spec import ModelSpec
 
 _TYPES = frozenset({
     GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16, GGMLQuantizationType.Q4_0,
@@ -32,11 +32,7 @@ _TYPES = frozenset({
 _MAX_HEAD_DIM = 512
 _TILE_ROWS = 16
 _PIECE_BYTES = 16 << 20  # read and packed at a time
-_ADVICE = "download it again or use another .gguf file"
-_OPTIONAL = frozenset({"output", "rope_freqs", "attn_q.bias", "attn_k.bias", "attn_v.bias"})
-
-
-Progress = Callable[[int, int], None]
+_OPTIONAL = frozenset({"output", "attn_q.bias", "attn_k.bias", "attn_v.bias"})
 
 
 def unsupported(model: GGUFModel) -> str | None:
@@ -44,14 +40,14 @@ def unsupported(model: GGUFModel) -> str | None:
     reason = unsupported_reason(model, _TYPES)
     if reason is not None:
         return reason
-    head_dim = model.shape.head_dim_k
+    head_dim = model.spec.layers[0].attention.head_dim_k
     if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
         return f"its head size is {head_dim}, not a multiple of 8 up to {_MAX_HEAD_DIM}"
     return None
 
 
 def load_engine(
-    model: GGUFModel, *, threads: int, instruction_set: str = "auto", progress: Progress = lambda done, total: None
+    model: GGUFModel, *, threads: int, instruction_set: str = "auto", progress: ByteProgress = lambda done, total: None
 ) -> Engine:
     """An engine with the model's weights, packed. Every problem is a `ModelError` that names the file.
 
@@ -60,26 +56,10 @@ def load_engine(
     reason = unsupported(model)
     if reason is not None:
         raise ModelError(f"{model.path}: the native engine cannot run this model: {reason}")
-    numbers = read_params(model)
-    wanted = list(_present(model, numbers))
-    shape = model.shape
+    spec = decoder_spec(model)
+    wanted = list(_present(model, spec))
     try:
-        engine = Engine(
-            instruction_set=instruction_set,
-            threads=threads,
-            n_layers=shape.n_layers,
-            n_embd=shape.n_embd,
-            n_heads=shape.n_heads,
-            n_kv_heads=shape.n_kv_heads,
-            head_dim=shape.head_dim_k,
-            n_ff=numbers.n_ff,
-            n_vocab=shape.n_vocab,
-            rms_eps=numbers.rms_eps,
-            rope_base=numbers.rope_base,
-            rope_dims=numbers.rope_dims,
-            rope_neox=ROPE_NEOX[shape.architecture],
-            rope_frequency_scale=numbers.rope_frequency_scale,
-        )
+        engine = Engine(instruction_set=instruction_set, threads=threads, spec=spec)
         _load_weights(engine, model, wanted, progress)
         engine.seal()
     except ValueError as error:
@@ -94,34 +74,28 @@ def load_engine(
 # --- the weights ---
 
 
-def _present(model: GGUFModel, numbers: DecoderParams) -> Iterator[TensorSpec]:
+def _present(model: GGUFModel, spec: ModelSpec) -> Iterator[TensorSpec]:
     """The tensors to load, with their sizes checked. Raises at the first one missing, however many are claimed."""
-    yield from _checked(model, outer_tensors(model, numbers.rope_dims))
-    for layer in range(model.shape.n_layers):
-        yield from _checked(model, layer_tensors(model, layer, numbers.n_ff))
+    yield from _checked(model, outer_tensors(spec))
+    for index in range(spec.n_layers):
+        yield from _checked(model, layer_tensors(spec, index))
 
 
 def _checked(model: GGUFModel, wanted: Iterator[TensorSpec]) -> Iterator[TensorSpec]:
     for item in wanted:
-        info = model.tensors.get(item.name)
-        if info is None:
+        if item.name not in model.tensors:
             if item.role in _OPTIONAL:
                 continue
-            raise ModelError(f"{model.path}: the tensor {item.name} is missing; {_ADVICE}")
-        should = (item.cols,) if item.rows == 1 else (item.cols, item.rows)
-        if (*info.shape, 1, 1, 1, 1)[:4] != (*should, 1, 1, 1)[:4]:
-            has, asked = " x ".join(map(str, info.shape)), " x ".join(map(str, should))
-            raise ModelError(f"{model.path}: the tensor {item.name} is {has}, but should be {asked}; {_ADVICE}")
+            raise ModelError(f"{model.path}: the tensor {item.name} is missing; {DAMAGED_ADVICE}")
+        check_size(model, item.name, item.cols, *([] if item.rows == 1 else [item.rows]))
         yield item
 
 
-def _load_weights(engine: Engine, model: GGUFModel, wanted: list[TensorSpec], progress: Progress) -> None:
+def _load_weights(engine: Engine, model: GGUFModel, wanted: list[TensorSpec], progress: ByteProgress) -> None:
     total = sum(model.tensors[item.name].size for item in wanted)
     done = 0
     with TensorFile(model) as file:
         for item in sorted(wanted, key=lambda item: model.tensors[item.name].offset):
-            if item.role == "rope_freqs" and not (file.read(item.name).view(np.float32) > 0).all():
-                raise ModelError(f"{model.path}: the tensor {item.name} has factors that are not positive; {_ADVICE}")
             for size in _load_tensor(engine, model, item, file):
                 done += size
                 progress(done, total)
@@ -138,5 +112,7 @@ def _load_tensor(engine: Engine, model: GGUFModel, item: TensorSpec, file: Tenso
         try:
             engine.load(item.layer, item.role, info.type, item.rows, item.cols, data, first)
         except ValueError as error:
-            raise ModelError(f"{model.path}: the tensor {item.name} cannot be used: {error}; {_ADVICE}") from error
+            raise ModelError(
+                f"{model.path}: the tensor {item.name} cannot be used: {error}; {DAMAGED_ADVICE}"
+            ) from error
         yield size

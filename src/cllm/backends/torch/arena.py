@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cllm.backends.torch.decoder import Decoder
 from cllm.kv.ops import BlockGeometry, Move
+from cllm.models.spec import ModelSpec
 
 KV_DTYPES = {
     "f16": torch.float16,
@@ -30,7 +30,7 @@ _MOVED_BYTES = 64 << 20
 class Arena:
     def __init__(
         self,
-        decoder: Decoder,
+        spec: ModelSpec,
         geometry: BlockGeometry,
         kv_type: str,
         device: torch.device | str = "cpu",
@@ -40,8 +40,9 @@ class Arena:
         self.block_size = geometry.block_size
         self.blocks = geometry.blocks
         """Blocks of the pool; spare ones, which belong to no sequence, come after them."""
-        places = geometry.blocks + spare_blocks, decoder.n_layers, 2, decoder.n_kv_heads, geometry.block_size
-        self.data = _zeros((*places, decoder.head_dim), KV_DTYPES[kv_type], torch.device(device))
+        attention = spec.layers[0].attention  # equal in all layers, so far
+        places = geometry.blocks + spare_blocks, spec.n_layers, 2, attention.n_kv_heads, geometry.block_size
+        self.data = _zeros((*places, attention.head_dim_k), KV_DTYPES[kv_type], torch.device(device))
         """[blocks, layers, keys and values, KV heads, places in the block, head_dim]"""
         self.scales = _zeros(places, torch.float16, torch.device(device)) if kv_type == "int8" else None
         """The same without the last dimension, for int8 alone."""

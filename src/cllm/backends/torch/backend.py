@@ -16,20 +16,21 @@ import torch
 
 from cllm.backends.base import Backend, BackendTraits, Chunk, StepResult, asks_more
 from cllm.backends.torch.batch import Bounds, HostBatch, Tables, read_chunks, spread
+from cllm.backends.torch.block_memory import BlockMemory, no_memory
 from cllm.backends.torch.device import choose_device, choose_dtype, device_name, dtype_name, unsupported_heads
 from cllm.backends.torch.faults import Faults, if_no_room
 from cllm.backends.torch.host_rows import Rows
-from cllm.backends.torch.memory import BlockMemory, no_memory
 from cllm.backends.torch.prompt_outputs import read_asks
 from cllm.backends.torch.sampling import read_draws
-from cllm.backends.torch.sources import decoder_of, open_source, unsupported
-from cllm.backends.torch.weights import Loader, Progress, weight_bytes
+from cllm.backends.torch.sources import open_source, spec_of, unsupported
+from cllm.backends.torch.weights import Loader, weight_bytes
 from cllm.backends.torch.worker import Launched, Setup, Worker
 from cllm.errors import BackendError, ModelError, StepAbortedError
 from cllm.kv.ops import BlockGeometry, Geometry
 from cllm.machine import MemoryLimit
 from cllm.models.gguf import GGUFModel
 from cllm.models.hf_directory import HFModel
+from cllm.models.load_progress import ByteProgress
 
 GPU_STEP_TOKENS = 8192
 """A GPU is fast only with many tokens at a time, and computes this many in a fraction of a second."""
@@ -67,10 +68,10 @@ class TorchBackend(Backend):
         invariant: bool = False,
         threads: int = 1,
         rows: int = 256,
-        progress: Progress | None = None,
+        progress: ByteProgress | None = None,
     ) -> None:
         """`rows`: the most sequences that will be computed at once."""
-        self.shape = model.shape
+        self.spec = model.spec
         self._label = str(model.path)
         on = choose_device(device)
         self._setup = Setup(on, choose_dtype(dtype, on), kv_type, invariant, rows)
@@ -81,23 +82,23 @@ class TorchBackend(Backend):
             self.traits = replace(self.traits, pooling=model.pooling)
         if self.on_gpu:
             self.traits = replace(self.traits, depth=2, preferred_step_tokens=GPU_STEP_TOKENS)
-        reason = unsupported(model) or unsupported_heads(self.shape.head_dim_k, on)
+        reason = unsupported(model) or unsupported_heads(self.spec.layers[0].attention.head_dim_k, on)
         if reason is not None:
             raise ModelError(f"{self._label}: the torch backend cannot run this model: {reason}")
         if on.type == "cpu":
             torch.set_num_threads(threads)
         self._worker = self._load(model, progress)
 
-    def _load(self, model: GGUFModel | HFModel, progress: Progress | None) -> Worker:
-        setup, decoder = self._setup, decoder_of(model)
-        size = weight_bytes(decoder, setup.dtype) >> 20
+    def _load(self, model: GGUFModel | HFModel, progress: ByteProgress | None) -> Worker:
+        setup, spec = self._setup, spec_of(model)
+        size = weight_bytes(spec, setup.dtype) >> 20
         no_room = ModelError(
             f"{self._label}: its weights take {size} MiB as {dtype_name(setup.dtype)}, and {setup.device} has no "
             "room for them; use a smaller model, a smaller backend.torch.dtype, or another backend.torch.device"
         )
         with if_no_room(no_room), open_source(model) as source, setup.here():
-            weights = Loader(source, setup.dtype, setup.device, progress).load(decoder)
-        return Worker(setup, decoder, weights, self._faults)
+            weights = Loader(source, setup.dtype, setup.device, progress).load(spec)
+        return Worker(setup, spec, weights, self._faults)
 
     # -- memory ------------------------------------------------------------------------------------------------
 
@@ -134,8 +135,8 @@ class TorchBackend(Backend):
 
     def _reserve(self, geometry: BlockGeometry) -> None:
         self._worker.allocate(geometry)
-        positions = min(self.shape.context_length, geometry.tokens)
-        bounds = Bounds(self.shape.n_vocab, positions, geometry.blocks)
+        positions = min(self.spec.context_length, geometry.tokens)
+        bounds = Bounds(self.spec.n_vocab, positions, geometry.blocks)
         self._allocated = _Allocated(geometry, bounds, Tables(-(-positions // geometry.block_size)))
 
     @property
@@ -157,7 +158,7 @@ class TorchBackend(Backend):
             return chunks
         try:
             with self._computing(chunks):
-                draws = read_draws(chunks, self.shape.n_vocab)
+                draws = read_draws(chunks, self.spec.n_vocab)
                 return self._worker.launch(self._read(chunks, spreads=True), draws, read_asks(chunks))
         except StepAbortedError as error:
             return error
@@ -177,7 +178,7 @@ class TorchBackend(Backend):
         with self._computing(chunks):
             if chunks:
                 return self._worker.compute(self._read(chunks), read_asks(chunks))
-            return StepResult(np.empty((0, self.shape.n_vocab), np.float32))
+            return StepResult(np.empty((0, self.spec.n_vocab), np.float32))
 
     def _computing(self, chunks: Sequence[Chunk]) -> AbstractContextManager[None]:
         self._worker.aborted.clear()

@@ -10,8 +10,9 @@ from torch.nn import functional
 
 from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import StepBatch
-from cllm.backends.torch.decoder import Decoder
 from cllm.backends.torch.operations import FusedProduct, Operations
+from cllm.backends.torch.rotations import rotation_table
+from cllm.models.spec import ModelSpec
 
 
 @dataclass(slots=True)
@@ -48,12 +49,14 @@ class Model:
     """With `invariant`, a token's logits are the same to the bit whatever else is in the step, whatever its chunk."""
 
     def __init__(
-        self, decoder: Decoder, weights: Weights, operations: Operations, positions: int, *, invariant: bool = False
+        self, spec: ModelSpec, weights: Weights, operations: Operations, positions: int, *, invariant: bool = False
     ) -> None:
-        self.decoder = decoder
+        self.spec = spec
         self.weights = weights
         self._ops = operations.invariant() if invariant else operations
-        self._rotations = decoder.rotations(positions).to(weights.embedding.device)
+        rotation = spec.layers[0].attention.rotation  # equal in all layers, so far
+        assert rotation is not None
+        self._rotations = rotation_table(rotation, positions).to(weights.embedding.device)
 
     @property
     def shares(self) -> bool:
@@ -74,7 +77,7 @@ class Model:
 
     def states(self, batch: StepBatch, arena: Arena, before_layer: Callable[[], None] | None = None) -> Tensor:
         """The hidden states of all tokens, after the last norm."""
-        ops, eps, weights = self._ops, self.decoder.rms_eps, self.weights
+        ops, eps, weights = self._ops, self.spec.rms_eps, self.weights
         residual = functional.embedding(batch.tokens, weights.embedding)
         x = ops.rms_norm(residual, weights.layers[0].attention_norm, eps)
         for index, layer in enumerate(weights.layers):
@@ -89,15 +92,15 @@ class Model:
         return x
 
     def _attention(self, layer: Layer, index: int, x: Tensor, batch: StepBatch, arena: Arena) -> Tensor:
-        decoder, ops = self.decoder, self._ops
+        ops = self._ops
         qkv = ops.linear(x, layer.qkv, layer.scales_of("qkv"), layer.qkv_bias)
-        q = ops.rotate_and_store(qkv, layer.q_norm, layer.k_norm, decoder, self._rotations, batch, arena, index)
-        attended = ops.attend(q, arena, index, batch).view(len(x), decoder.q_size)
+        q = ops.rotate_and_store(qkv, layer.q_norm, layer.k_norm, self.spec, self._rotations, batch, arena, index)
+        attended = ops.attend(q, arena, index, batch).flatten(1)
         return ops.linear(attended, layer.output, layer.scales_of("output"), layer.output_bias)
 
     def _forward_one(self, product: FusedProduct, batch: StepBatch, arena: Arena) -> Tensor:
         """The same for a single token; a norm or an activation is part of the product it belongs to."""
-        ops, eps, weights, decoder = self._ops, self.decoder.rms_eps, self.weights, self.decoder
+        ops, eps, weights = self._ops, self.spec.rms_eps, self.weights
         residual: Tensor | None = None
         x = functional.embedding(batch.tokens, weights.embedding)
         for index, layer in enumerate(weights.layers):
@@ -105,8 +108,8 @@ class Model:
             norms = {"norm": layer.attention_norm, "eps": eps}
             qkv, sums = product(x, layer.qkv, scales=scales("qkv"), bias=layer.qkv_bias, residual=residual, **norms)
             residual = x if sums is None else sums
-            q = ops.rotate_and_store(qkv, layer.q_norm, layer.k_norm, decoder, self._rotations, batch, arena, index)
-            x = ops.attend(q, arena, index, batch).view(1, decoder.q_size)
+            q = ops.rotate_and_store(qkv, layer.q_norm, layer.k_norm, self.spec, self._rotations, batch, arena, index)
+            x = ops.attend(q, arena, index, batch).flatten(1)
             x, _ = product(x, layer.output, scales=scales("output"), bias=layer.output_bias)
             norms = {"norm": layer.ffn_norm, "eps": eps}
             x, residual = product(x, layer.gate_up, scales=scales("gate_up"), residual=residual, gated=True, **norms)

@@ -10,7 +10,7 @@ from torch import Tensor
 from cllm.backends.torch import linear, reference
 from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import StepBatch
-from cllm.backends.torch.decoder import Decoder
+from cllm.models.spec import ModelSpec
 
 
 class FusedProduct(Protocol):
@@ -61,7 +61,7 @@ class Operations(ABC):
         qkv: Tensor,
         q_norm: Tensor | None,
         k_norm: Tensor | None,
-        decoder: Decoder,
+        spec: ModelSpec,
         rotations: Tensor,
         batch: StepBatch,
         arena: Arena,
@@ -100,18 +100,19 @@ class PlainOperations(Operations):
         qkv: Tensor,
         q_norm: Tensor | None,
         k_norm: Tensor | None,
-        decoder: Decoder,
+        spec: ModelSpec,
         rotations: Tensor,
         batch: StepBatch,
         arena: Arena,
         layer: int,
     ) -> Tensor:
+        attention = spec.layers[layer].attention
         q, k, v = (
-            part.view(len(qkv), -1, decoder.head_dim)
-            for part in qkv.split([decoder.q_size, decoder.kv_size, decoder.kv_size], dim=1)
+            part.view(len(qkv), -1, attention.head_dim_k)
+            for part in qkv.split([attention.q_size, attention.k_size, attention.v_size], dim=1)
         )
         if q_norm is not None and k_norm is not None:
-            q, k = reference.rms_norm(q, q_norm, decoder.rms_eps), reference.rms_norm(k, k_norm, decoder.rms_eps)
+            q, k = reference.rms_norm(q, q_norm, spec.rms_eps), reference.rms_norm(k, k_norm, spec.rms_eps)
         turned = rotations[batch.positions.long()]
         reference.store(reference.rotate(k, turned), v, arena, layer, batch.slots)
         return reference.rotate(q, turned)

@@ -63,7 +63,7 @@ def fetch(queued: Queued) -> Mapping[int, PromptScores | Hidden]:
 
 def _scores(model: Model, states: Tensor, asked: Scoring) -> tuple[Tensor, ...]:
     targets = torch.from_numpy(np.array(asked.targets, np.int64)).to(states.device)
-    at_once = max(1, _SCORED_VALUES // model.decoder.n_vocab)
+    at_once = max(1, _SCORED_VALUES // model.spec.n_vocab)
     parts = [
         _score_rows(model.logits(states[start : start + at_once]), targets[start : start + at_once], asked.top)
         for start in range(0, len(states), at_once)

@@ -10,19 +10,17 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from cllm.backends.torch.decoder import Decoder, llama3_divisors
-from cllm.backends.torch.weights import HEAD, Shape, Source
-from cllm.errors import ModelError
+from cllm.backends.torch.weights import Source, TensorShape
 from cllm.models.dequantise import DEQUANTISED, dequantised_rows
 from cllm.models.gguf import GGUFModel, TensorFile
-from cllm.models.gguf_decoder import read_params, unsupported_reason
-from cllm.models.hf_directory import HFModel
+from cllm.models.gguf_decoder import ROPE_FREQS, decoder_spec, rope_dims, unsupported_reason
+from cllm.models.hf_directory import HEAD, HFModel
 from cllm.models.json_file import FETCH_AGAIN
+from cllm.models.spec import ModelSpec
 from cllm.models.unchanged_file import UnchangedFile
 
 _PIECE_BYTES = 16 << 20
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_ROPE_FREQS = "rope_freqs.weight"
 _GGUF_OUTER = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -52,80 +50,19 @@ def unsupported(model: GGUFModel | HFModel) -> str | None:
     reason = unsupported_reason(model, DEQUANTISED)
     if reason is not None:
         return reason
-    numbers, head_dim = read_params(model), model.shape.head_dim_k
-    if numbers.rope_dims != head_dim or head_dim % 2:
-        return f"its RoPE rotates {numbers.rope_dims} of {head_dim} dimensions of a head"
+    rotated, head_dim = rope_dims(model), model.spec.layers[0].attention.head_dim_k
+    if rotated != head_dim or head_dim % 2:
+        return f"its RoPE rotates {rotated} of {head_dim} dimensions of a head"
     return None
 
 
-def decoder_of(model: GGUFModel | HFModel) -> Decoder:
-    return _decoder_of_directory(model) if isinstance(model, HFModel) else _decoder_of_gguf(model)
+def spec_of(model: GGUFModel | HFModel) -> ModelSpec:
+    return model.spec if isinstance(model, HFModel) else decoder_spec(model)
 
 
 def open_source(model: GGUFModel | HFModel) -> AbstractContextManager[Source]:
     """`with open_source(model) as source:` fails, also at its end, if the files have changed."""
     return DirectorySource(model) if isinstance(model, HFModel) else GGUFSource(model)
-
-
-def _decoder_of_directory(model: HFModel) -> Decoder:
-    shape, numbers, stretch = model.shape, model.params, model.params.llama3
-    divisors = None
-    if stretch is not None:
-        divisors = llama3_divisors(
-            numbers.rope_base,
-            shape.head_dim_k,
-            factor=stretch.factor,
-            low=stretch.low,
-            high=stretch.high,
-            trained=stretch.trained,
-        )
-    return Decoder(
-        n_layers=shape.n_layers,
-        n_embd=shape.n_embd,
-        n_heads=shape.n_heads,
-        n_kv_heads=shape.n_kv_heads,
-        head_dim=shape.head_dim_k,
-        n_ff=numbers.n_ff,
-        n_vocab=shape.n_vocab,
-        rms_eps=numbers.rms_eps,
-        rope_base=numbers.rope_base,
-        context_length=shape.context_length,
-        rope_scale=numbers.rope_scale,
-        rope_divisors=divisors,
-        qkv_bias=numbers.qkv_bias,
-        output_bias=numbers.output_bias,
-        head_norm=numbers.head_norm,
-        tied=HEAD not in model.tensors if numbers.tied is None else numbers.tied,
-    )
-
-
-def _decoder_of_gguf(model: GGUFModel) -> Decoder:
-    shape, numbers = model.shape, read_params(model)
-    return Decoder(
-        n_layers=shape.n_layers,
-        n_embd=shape.n_embd,
-        n_heads=shape.n_heads,
-        n_kv_heads=shape.n_kv_heads,
-        head_dim=shape.head_dim_k,
-        n_ff=numbers.n_ff,
-        n_vocab=shape.n_vocab,
-        rms_eps=numbers.rms_eps,
-        rope_base=numbers.rope_base,
-        context_length=shape.context_length,
-        rope_scale=1.0 / numbers.rope_frequency_scale,
-        rope_divisors=_read_divisors(model, numbers.rope_dims // 2) if _ROPE_FREQS in model.tensors else None,
-        qkv_bias="blk.0.attn_q.bias" in model.tensors,
-        head_norm=shape.architecture == "qwen3",
-        tied="output.weight" not in model.tensors,
-    )
-
-
-def _read_divisors(model: GGUFModel, pairs: int) -> tuple[float, ...]:
-    with TensorFile(model) as file:
-        (values,) = dequantised_rows(file, model, _ROPE_FREQS)
-    if values.shape != (1, pairs) or not (values > 0).all():
-        raise ModelError(f"{model.path}: the tensor {_ROPE_FREQS} must have {pairs} positive factors; {FETCH_AGAIN}")
-    return tuple(values[0].tolist())
 
 
 class DirectorySource:
@@ -147,7 +84,7 @@ class DirectorySource:
     def names(self) -> Collection[str]:
         return self._model.tensors.keys()
 
-    def shape(self, name: str) -> Shape:
+    def shape(self, name: str) -> TensorShape:
         return self._model.tensors[name].shape
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
@@ -173,7 +110,7 @@ class GGUFSource:
     def __init__(self, model: GGUFModel) -> None:
         self._model = model
         self._file = TensorFile(model)
-        self._stored = {_hugging_face_name(name): name for name in model.tensors if name != _ROPE_FREQS}
+        self._stored = {_hugging_face_name(name): name for name in model.tensors if name != ROPE_FREQS}
         self.label = str(model.path)
 
     def __enter__(self) -> GGUFSource:
@@ -187,13 +124,13 @@ class GGUFSource:
     def names(self) -> Collection[str]:
         return self._stored.keys()
 
-    def shape(self, name: str) -> Shape:
+    def shape(self, name: str) -> TensorShape:
         return self._model.tensors[self._stored[name]].shape[::-1]
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        shape, is_vector = self._model.shape, len(self.shape(name)) == 1
-        in_pairs = shape.architecture == "llama" and any(part in name for part in _ROTATED)
-        head_dim = shape.head_dim_k
+        spec, is_vector = self._model.spec, len(self.shape(name)) == 1
+        in_pairs = spec.architecture == "llama" and any(part in name for part in _ROTATED)
+        head_dim = spec.layers[0].attention.head_dim_k
         for rows in dequantised_rows(self._file, self._model, self._stored[name], head_dim if in_pairs else 1):
             values = rows.reshape(-1) if is_vector else rows
             if in_pairs:

@@ -11,11 +11,11 @@ from torch import Tensor
 from cllm.backends.torch import attention_kernels, kernels
 from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import StepBatch
-from cllm.backends.torch.decoder import Decoder
 from cllm.backends.torch.gemv import chains, gemv
 from cllm.backends.torch.operations import Operations
 from cllm.backends.torch.shared_prefixes import MOST_SPLITS, TOGETHER
 from cllm.backends.torch.triton_linear import fast_linear, invariant_linear
+from cllm.models.spec import ModelSpec
 
 LOG2_E = math.log2(math.e)
 SHORTEST_SPLIT = 64
@@ -73,21 +73,22 @@ class TritonOperations(Operations):
         qkv: Tensor,
         q_norm: Tensor | None,
         k_norm: Tensor | None,
-        decoder: Decoder,
+        spec: ModelSpec,
         rotations: Tensor,
         batch: StepBatch,
         arena: Arena,
         layer: int,
     ) -> Tensor:
-        kv, tokens, half = arena.data, len(qkv), decoder.head_dim // 2
-        queries = qkv.new_empty(tokens, decoder.n_heads, decoder.head_dim)
-        kernels.rotate_store_kernel[(tokens, decoder.n_heads + 2 * decoder.n_kv_heads)](
+        attention, kv, tokens = spec.layers[layer].attention, arena.data, len(qkv)
+        heads, kv_heads, dim = attention.n_heads, attention.n_kv_heads, attention.head_dim_k
+        queries, half = qkv.new_empty(tokens, heads, dim), dim // 2
+        kernels.rotate_store_kernel[(tokens, heads + 2 * kv_heads)](
             *(qkv, queries, kv, _scales(arena), qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm),
-            *(rotations, batch.positions, batch.slots, decoder.rms_eps),
+            *(rotations, batch.positions, batch.slots, spec.rms_eps),
             *(layer * kv.stride(1), kv.stride(0), kv.stride(2)),
-            heads=decoder.n_heads,
-            kv_heads=decoder.n_kv_heads,
-            dim=decoder.head_dim,
+            heads=heads,
+            kv_heads=kv_heads,
+            dim=dim,
             half=half,
             padded=triton.next_power_of_2(half),
             size=arena.block_size,

@@ -10,27 +10,28 @@ for the exponent and three for the fraction. The embedding, norms and biases are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
 import torch
 
-from cllm.backends.torch.decoder import Decoder
 from cllm.backends.torch.device import values_dtype
 from cllm.backends.torch.linear import FP8, quantise_rows
 from cllm.backends.torch.model import Layer, Weights
 from cllm.errors import ModelError
+from cllm.models.hf_directory import HEAD
+from cllm.models.load_progress import ByteProgress
+from cllm.models.spec import LayerSpec, ModelSpec
 
-EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
 _UNUSED = ".rotary_emb.inv_freq"
 _AGAIN = "fetch the model again"
 SCALE = torch.float32
 _QUANTISED_TOGETHER = 1 << 19
 """Values; they are float32 meanwhile, several times."""
 
-Progress = Callable[[int, int], None]
-"""Called with the bytes of weights that there are and that there will be."""
-Shape = tuple[int, ...]
+TensorShape = tuple[int, ...]
 
 
 class Source(Protocol):
@@ -43,32 +44,34 @@ class Source(Protocol):
     @property
     def names(self) -> Collection[str]: ...
 
-    def shape(self, name: str) -> Shape: ...
+    def shape(self, name: str) -> TensorShape: ...
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         """Rows of the tensor, one below the other, in host memory; each is valid until the next one is asked for."""
 
 
-def weight_bytes(decoder: Decoder, dtype: torch.dtype) -> int:
-    """However many layers are claimed, this takes no time."""
-    layer = sum(_stored_bytes(name, shape, dtype) for name, shape in _wanted_in_layer(decoder))
-    return layer * decoder.n_layers + sum(_stored_bytes(name, shape, dtype) for name, shape in _wanted_beside(decoder))
+def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """However many equal layers are claimed, this takes no time."""
+    total = sum(_stored_bytes(name, shape, dtype) for name, shape in _wanted_beside(spec))
+    for layer, count in Counter(spec.layers).items():
+        total += count * sum(_stored_bytes(name, shape, dtype) for name, shape in _wanted_in_layer(layer, spec.n_embd))
+    return total
 
 
-def _stored_bytes(name: str, shape: Shape, dtype: torch.dtype) -> int:
+def _stored_bytes(name: str, shape: TensorShape, dtype: torch.dtype) -> int:
     if dtype == FP8 and _is_multiplied(name, shape):
         return math.prod(shape) + shape[0] * int(SCALE.itemsize)
     return math.prod(shape) * int(values_dtype(dtype).itemsize)
 
 
-def _is_multiplied(name: str, shape: Shape) -> bool:
+def _is_multiplied(name: str, shape: TensorShape) -> bool:
     return len(shape) == 2 and name != EMBEDDING
 
 
-def check_source(source: Source, decoder: Decoder) -> None:
+def check_source(source: Source, spec: ModelSpec) -> None:
     """Raise `ModelError` unless the source has just the tensors of such a model. No memory is taken for any of them."""
     names, known = source.names, set()
-    for name, shape in _wanted(decoder):  # the first that is missing ends this, however many are claimed
+    for name, shape in _wanted(spec):  # the first that is missing ends this, however many are claimed
         if name not in names:
             raise ModelError(f"{source.label}: the tensor {name} is missing; {_AGAIN}")
         if source.shape(name) != shape:
@@ -76,46 +79,46 @@ def check_source(source: Source, decoder: Decoder) -> None:
             raise ModelError(f"{source.label}: the tensor {name} is {has}, but should be {should}; {_AGAIN}")
         known.add(name)
     for name in names:
-        if name not in known and not name.endswith(_UNUSED) and not (name == HEAD and decoder.tied):
+        if name not in known and not name.endswith(_UNUSED) and not (name == HEAD and spec.tied):
             raise ModelError(f"{source.label}: the tensor {name} is unknown for this kind of model; use another one")
 
 
 class Loader:
-    def __init__(self, source: Source, dtype: torch.dtype, device: torch.device, progress: Progress | None) -> None:
+    def __init__(self, source: Source, dtype: torch.dtype, device: torch.device, progress: ByteProgress | None) -> None:
         self._source = source
         self._dtype, self._values = dtype, values_dtype(dtype)
         self._device = device
         self._progress = progress
         self._loaded = self._expected = 0
 
-    def load(self, decoder: Decoder) -> Weights:
-        check_source(self._source, decoder)
-        self._expected = weight_bytes(decoder, self._dtype)
-        embedding = self._joined([EMBEDDING], decoder.n_vocab, decoder.n_embd)
-        layers = [self._layer(decoder, f"model.layers.{index}.") for index in range(decoder.n_layers)]
-        norm = self._joined([NORM], decoder.n_embd)
-        if decoder.tied:
+    def load(self, spec: ModelSpec) -> Weights:
+        check_source(self._source, spec)
+        self._expected = weight_bytes(spec, self._dtype)
+        embedding = self._joined([EMBEDDING], spec.n_vocab, spec.n_embd)
+        layers = [self._layer(layer, spec.n_embd, index) for index, layer in enumerate(spec.layers)]
+        norm = self._joined([NORM], spec.n_embd)
+        if spec.tied:
             return Weights(embedding, layers, norm, embedding)
-        head, scales = self._matrix([HEAD], decoder.n_vocab, decoder.n_embd)
+        head, scales = self._matrix([HEAD], spec.n_vocab, spec.n_embd)
         return Weights(embedding, layers, norm, head, scales)
 
-    def _layer(self, decoder: Decoder, prefix: str) -> Layer:
+    def _layer(self, layer: LayerSpec, n_embd: int, index: int) -> Layer:
+        prefix = f"model.layers.{index}."
         attention, ffn = prefix + "self_attn.", prefix + "mlp."
-        n_embd, head_dim, q_size = decoder.n_embd, decoder.head_dim, decoder.q_size
+        spec, n_ff = layer.attention, layer.feed_forward.size
         qkv = [f"{attention}{part}_proj." for part in "qkv"]
-        norms = decoder.head_norm
         matrices = {
-            "qkv": self._matrix([f"{each}weight" for each in qkv], decoder.qkv_size, n_embd),
-            "output": self._matrix([attention + "o_proj.weight"], n_embd, q_size),
-            "gate_up": self._matrix([ffn + "gate_proj.weight", ffn + "up_proj.weight"], 2 * decoder.n_ff, n_embd),
-            "down": self._matrix([ffn + "down_proj.weight"], n_embd, decoder.n_ff),
+            "qkv": self._matrix([f"{each}weight" for each in qkv], spec.qkv_size, n_embd),
+            "output": self._matrix([attention + "o_proj.weight"], n_embd, spec.output_size),
+            "gate_up": self._matrix([ffn + "gate_proj.weight", ffn + "up_proj.weight"], 2 * n_ff, n_embd),
+            "down": self._matrix([ffn + "down_proj.weight"], n_embd, n_ff),
         }
         return Layer(
             attention_norm=self._joined([prefix + "input_layernorm.weight"], n_embd),
-            qkv_bias=self._joined([f"{each}bias" for each in qkv], decoder.qkv_size) if decoder.qkv_bias else None,
-            q_norm=self._joined([attention + "q_norm.weight"], head_dim) if norms else None,
-            k_norm=self._joined([attention + "k_norm.weight"], head_dim) if norms else None,
-            output_bias=self._joined([attention + "o_proj.bias"], n_embd) if decoder.output_bias else None,
+            qkv_bias=self._joined([f"{each}bias" for each in qkv], spec.qkv_size) if spec.qkv_bias else None,
+            q_norm=self._joined([attention + "q_norm.weight"], spec.head_dim_k) if spec.qk_norm else None,
+            k_norm=self._joined([attention + "k_norm.weight"], spec.head_dim_k) if spec.qk_norm else None,
+            output_bias=self._joined([attention + "o_proj.bias"], n_embd) if spec.output_bias else None,
             ffn_norm=self._joined([prefix + "post_attention_layernorm.weight"], n_embd),
             **{name: matrix for name, (matrix, _) in matrices.items()},
             scales={name: scales for name, (_, scales) in matrices.items() if scales is not None} or None,
@@ -157,34 +160,33 @@ class Loader:
             self._progress(self._loaded, self._expected)
 
 
-def _wanted(decoder: Decoder) -> Iterator[tuple[str, Shape]]:
+def _wanted(spec: ModelSpec) -> Iterator[tuple[str, TensorShape]]:
     """Every tensor of the model with its shape."""
-    yield from _wanted_beside(decoder)
-    sizes = list(_wanted_in_layer(decoder))
-    for index in range(decoder.n_layers):
-        for name, shape in sizes:
+    yield from _wanted_beside(spec)
+    for index, layer in enumerate(spec.layers):
+        for name, shape in _wanted_in_layer(layer, spec.n_embd):
             yield f"model.layers.{index}.{name}", shape
 
 
-def _wanted_beside(decoder: Decoder) -> Iterator[tuple[str, Shape]]:
-    yield EMBEDDING, (decoder.n_vocab, decoder.n_embd)
-    yield NORM, (decoder.n_embd,)
-    if not decoder.tied:
-        yield HEAD, (decoder.n_vocab, decoder.n_embd)
+def _wanted_beside(spec: ModelSpec) -> Iterator[tuple[str, TensorShape]]:
+    yield EMBEDDING, (spec.n_vocab, spec.n_embd)
+    yield NORM, (spec.n_embd,)
+    if not spec.tied:
+        yield HEAD, (spec.n_vocab, spec.n_embd)
 
 
-def _wanted_in_layer(decoder: Decoder) -> Iterator[tuple[str, Shape]]:
-    n_embd, n_ff = decoder.n_embd, decoder.n_ff
+def _wanted_in_layer(layer: LayerSpec, n_embd: int) -> Iterator[tuple[str, TensorShape]]:
+    attention, n_ff = layer.attention, layer.feed_forward.size
     yield "input_layernorm.weight", (n_embd,)
     yield "post_attention_layernorm.weight", (n_embd,)
-    for part, size in (("q", decoder.q_size), ("k", decoder.kv_size), ("v", decoder.kv_size)):
+    for part, size in (("q", attention.q_size), ("k", attention.k_size), ("v", attention.v_size)):
         yield f"self_attn.{part}_proj.weight", (size, n_embd)
-        if decoder.qkv_bias:
+        if attention.qkv_bias:
             yield f"self_attn.{part}_proj.bias", (size,)
-        if decoder.head_norm and part != "v":
-            yield f"self_attn.{part}_norm.weight", (decoder.head_dim,)
-    yield "self_attn.o_proj.weight", (n_embd, decoder.q_size)
-    if decoder.output_bias:
+        if attention.qk_norm and part != "v":
+            yield f"self_attn.{part}_norm.weight", (attention.head_dim_k,)
+    yield "self_attn.o_proj.weight", (n_embd, attention.output_size)
+    if attention.output_bias:
         yield "self_attn.o_proj.bias", (n_embd,)
     yield "mlp.gate_proj.weight", (n_ff, n_embd)
     yield "mlp.up_proj.weight", (n_ff, n_embd)

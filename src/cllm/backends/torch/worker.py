@@ -19,11 +19,10 @@ from torch import Tensor
 from cllm.backends.base import StepResult
 from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import ROW_NUMBERS, HostBatch, batch_on
-from cllm.backends.torch.decoder import Decoder
+from cllm.backends.torch.block_memory import BlockMemory, no_memory
 from cllm.backends.torch.device import choose_operations, choose_sampler
 from cllm.backends.torch.faults import Faults, if_no_room
 from cllm.backends.torch.graphs import DecodeGraphs, Ran
-from cllm.backends.torch.memory import BlockMemory, no_memory
 from cllm.backends.torch.model import Model, Weights
 from cllm.backends.torch.padded_step import PaddedStep
 from cllm.backends.torch.profiling import draws_of_all_kinds, kept_bytes, peak_bytes, whole_prompts
@@ -32,6 +31,7 @@ from cllm.backends.torch.sampling import Chosen, HostDraws, choose, chosen_alrea
 from cllm.backends.torch.staging import upload
 from cllm.errors import BackendError, ConfigError, StepAbortedError
 from cllm.kv.ops import BlockGeometry
+from cllm.models.spec import ModelSpec
 
 log = logging.getLogger("cllm.torch")
 
@@ -90,14 +90,14 @@ class Launched:
 
 
 class Worker:
-    def __init__(self, setup: Setup, decoder: Decoder, weights: Weights, faults: Faults) -> None:
+    def __init__(self, setup: Setup, spec: ModelSpec, weights: Weights, faults: Faults) -> None:
         self.aborted = threading.Event()
         """Heard before the next layer; a decode step on a GPU is over before that matters."""
         self.memory = BlockMemory(faults)
         self.sampler = choose_sampler(setup.device)
         self._operations = choose_operations(setup.device)
         self._setup = setup
-        self._decoder = decoder
+        self._spec = spec
         self._weights: Weights | None = weights
         self._context: Context | None = None
         self._faults = faults
@@ -142,9 +142,9 @@ class Worker:
     def try_out(self, tokens: int, rows: int) -> tuple[int, int]:
         """Bytes that the largest step takes at once, and those that graphs keep."""
         assert self._weights is not None
-        device, n_vocab = self._setup.device, self._decoder.n_vocab
+        device, n_vocab = self._setup.device, self._spec.n_vocab
         with self._setup.here(), torch.inference_mode():
-            prompts = whole_prompts(tokens, self._decoder.context_length, _TRIED_BLOCK)
+            prompts = whole_prompts(tokens, self._spec.context_length, _TRIED_BLOCK)
             context = self._reserve(BlockGeometry(int(prompts.firsts[1]), _TRIED_BLOCK), self._weights)
             assert context.graphs is not None
             forward = peak_bytes(device, lambda: self._forward(context, prompts, None))
@@ -154,15 +154,15 @@ class Worker:
             return max(forward + rows * n_vocab * 6, drawing), graphs
 
     def _reserve(self, geometry: BlockGeometry, weights: Weights) -> Context:
-        setup, decoder, size = self._setup, self._decoder, geometry.block_size
-        positions = min(decoder.context_length, geometry.tokens)
+        setup, spec, size = self._setup, self._spec, geometry.block_size
+        positions = min(spec.context_length, geometry.tokens)
         no_room = ConfigError(
             f"{setup.device} has no room for {geometry.tokens} tokens of K/V beside the weights; "
             "lower resources.kv_cache_max_memory_mb"
         )
         with if_no_room(no_room), setup.here():
-            arena = Arena(decoder, geometry, setup.kv_type, setup.device, setup.spare_blocks)
-            model = Model(decoder, weights, self._operations, positions, invariant=setup.invariant)
+            arena = Arena(spec, geometry, setup.kv_type, setup.device, setup.spare_blocks)
+            model = Model(spec, weights, self._operations, positions, invariant=setup.invariant)
             last = torch.zeros(ROW_NUMBERS, dtype=torch.int32, device=setup.device)
             if not setup.on_gpu:
                 return Context(arena, model, last, None)
@@ -171,7 +171,7 @@ class Worker:
 
     def _draw_everything(self, context: Context, rows: int) -> None:
         """Choose with all parameters at once, from nothing: what that takes, and its kernels compiled."""
-        device, n_vocab = self._setup.device, self._decoder.n_vocab
+        device, n_vocab = self._setup.device, self._spec.n_vocab
         draws = draws_of_all_kinds(rows, n_vocab)
         logits = torch.zeros((rows, n_vocab), device=device)
         choose(logits, draws, upload(draws.parts(), device), self.sampler, context.last)

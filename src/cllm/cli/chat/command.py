@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from cllm.cli import completion
-from cllm.cli.memory import check_memory
 from cllm.cli.options import (
     BackendOption,
     ConfigOption,
@@ -22,6 +21,7 @@ from cllm.cli.options import (
     TopPOption,
     sampling_flags,
 )
+from cllm.cli.out_of_memory import check_memory
 from cllm.errors import CLLMError
 from cllm.observe.json_option import JsonOption, is_stdout, write_json
 

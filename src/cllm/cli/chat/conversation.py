@@ -83,11 +83,11 @@ class Conversation:
 
     @property
     def title(self) -> str:
-        return f"{self._llm.model_name} on {self._llm.backend_name}"
+        return f"{self._llm.model_name} on {self._llm.text.facts.traits.name}"
 
     @property
     def max_context(self) -> int:
-        return self._llm.max_context
+        return self._llm.text.max_context
 
     @property
     def params(self) -> SamplingParams:
@@ -95,7 +95,7 @@ class Conversation:
 
     def effective(self) -> dict[str, Any]:
         """The current value of every parameter that can be set."""
-        params = self.params.completed(self._llm.sampling_defaults.values)
+        params = self.params.completed(self._llm.text.sampling_defaults.values)
         return {name: getattr(params, name) for name in sampling.NAMES} | {"context_window": self.window}
 
     @property
@@ -115,7 +115,7 @@ class Conversation:
             changed.pop(name, None)
         else:
             changed[name] = sampling.parse(name, value)
-        self._llm.prompt_limit(sampling.validate(changed))  # raises if the window is too large
+        self._llm.text.prompt_limit(sampling.validate(changed))  # raises if the window is too large
         self.settings = changed
 
     def use_rolling_window(self) -> None:
@@ -125,10 +125,10 @@ class Conversation:
         if self.system or self.tools:
             beginning = self._start or [{"role": "user", "content": ""}]
             options = PromptOptions([tool.for_template() for tool in self.tools])
-            keep = len(self._loop.run_until_complete(self._llm.encode_beginning(beginning, options=options)))
+            keep = len(self._loop.run_until_complete(self._llm.text.encode_beginning(beginning, options=options)))
         recent = max(self.max_context // 2 - keep, MIN_RECENT)
         changed = {**self.settings, "context_window": ContextWindow(recent, keep)}
-        self._llm.prompt_limit(sampling.validate(changed))
+        self._llm.text.prompt_limit(sampling.validate(changed))
         self.settings = changed
 
     def reset(self) -> None:
@@ -169,7 +169,7 @@ class Conversation:
         return self.messages
 
     def _generate(self, messages: list[Message], write: Callable[[str], object]) -> Completion | None:
-        streamed = StreamedMessage(write, self._llm.dialect.marks)
+        streamed = StreamedMessage(write, self._llm.text.dialect.marks)
         task = self._loop.create_task(self._answer(messages, streamed))
         self._loop.add_signal_handler(signal.SIGINT, task.cancel)
         try:
@@ -184,12 +184,12 @@ class Conversation:
 
     async def _answer(self, messages: list[Message], streamed: StreamedMessage) -> Completion:
         try:
-            question = await prepare_chat(self._llm, [*self._start, *messages], self.params, self.tools)
+            question = await prepare_chat(self._llm.text, [*self._start, *messages], self.params, self.tools)
         except InvalidRequestError as error:
             if error.code == CONTEXT_LENGTH_EXCEEDED:
                 raise FullContextError(str(error)) from error
             raise
-        (completion,) = await question.submit().collect(question.reader, streamed.take)
+        (completion,) = await self._llm.queue(question.submission).collect(question.readers[0], streamed.take)
         return completion
 
     @property

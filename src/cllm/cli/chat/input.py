@@ -25,7 +25,7 @@ MORE = "… "
 _MAX_HISTORY_BYTES = 1 << 20
 
 
-class Reader(Protocol):
+class QuestionReader(Protocol):
     def read(self) -> str | None:
         """The next question or command; None at the end. Raises `KeyboardInterrupt` on Ctrl-C."""
 
@@ -153,6 +153,6 @@ def _shorten(file: Path) -> None:
     file.write_bytes(kept[kept.find(b"\n# ") + 1 :])  # an entry starts with a line that holds its time
 
 
-def open_reader(out: TextIO, history_file: Path) -> Reader:
+def open_reader(out: TextIO, history_file: Path) -> QuestionReader:
     """A line editor if stdin and `out` are a terminal."""
     return TerminalReader(out, history_file) if sys.stdin.isatty() and out.isatty() else PipeReader()

@@ -13,11 +13,11 @@ from typing import Any, TextIO
 
 from cllm.cli.chat import sampling
 from cllm.cli.chat.conversation import Conversation, FullContextError
-from cllm.cli.chat.input import QUOTES, SYSTEM, Reader, open_reader, without_quotes
+from cllm.cli.chat.input import QUOTES, SYSTEM, QuestionReader, open_reader, without_quotes
 from cllm.cli.chat.output import open_writer
 from cllm.cli.local import statistics
-from cllm.cli.memory import explain_bus_errors
 from cllm.cli.options import print_status
+from cllm.cli.out_of_memory import explain_bus_errors
 from cllm.config import Config
 from cllm.engine.params import ContextWindow
 from cllm.errors import CLLMError, InvalidRequestError
@@ -46,7 +46,7 @@ _COMMAND = re.compile(r"/[A-Za-z]*$")
 
 
 class ChatSession:
-    def __init__(self, conversation: Conversation, reader: Reader, out: TextIO) -> None:
+    def __init__(self, conversation: Conversation, reader: QuestionReader, out: TextIO) -> None:
         self._conversation = conversation
         self._reader = reader
         self._out = out

@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 
 from cllm.kv.disk.directory import BusyError, Directory, SegmentFile, Tally
-from cllm.kv.disk.format import PAGE, SUFFIX, DamagedError, OtherVersionError, Record
-from cllm.kv.disk.index import Index
+from cllm.kv.disk.format import (
+    PAGE,
+    SUFFIX,
+    DamagedError,
+    OtherVersionError,
+    OutdatedError,
+    Record,
+    decode_segment_header,
+)
+from cllm.kv.disk.index import SegmentIndex
 from cllm.kv.disk.segment import Piece, Segment, read_page, read_record, scan
 
 log = logging.getLogger("cllm.kv.disk")
@@ -38,7 +46,7 @@ class ModelEntry:
         self.block_tokens = block_tokens
         self.block_bytes = block_bytes
         self.about = about
-        self.index = Index(block_tokens)
+        self.index = SegmentIndex(block_tokens)
         self.pending: set[bytes] = set()
         """Names of blocks that wait to be written."""
         self.ready = threading.Event()
@@ -53,7 +61,7 @@ def folder_of(fingerprint: bytes) -> str:
 
 
 class Catalog:
-    def __init__(self, directory: Directory, limit: int, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, directory: Directory, limit: int, *, monotonic: Callable[[], float]) -> None:
         self.directory = directory
         self.files = directory.files
         self.limit = limit
@@ -115,10 +123,10 @@ class Catalog:
                 segment = self._mend(model, found, None)
             elif torn:
                 segment = self._mend(model, found, segment)
+        except (DamagedError, OutdatedError):
+            segment = self._mend(model, found, None)
         except OtherVersionError:
             model.unusable[found.path] = (found.size, found.modified_ns)
-        except DamagedError:
-            segment = self._mend(model, found, None)
         except FileNotFoundError:
             pass
         except OSError as error:
@@ -166,6 +174,9 @@ class Catalog:
         status = self.files.status(file)
         try:
             segment, torn = scan(self.files, file, path)
+        except OutdatedError:
+            self._discard(path, "outdated")
+            return None
         except OtherVersionError:
             return None
         except DamagedError:
@@ -189,6 +200,27 @@ class Catalog:
     def _discard(self, path: str, why: str) -> None:
         self.files.remove(path)
         self.count(why)
+
+    def remove_outdated(self) -> Iterator[None]:
+        """Remove segments of an earlier version of the format that belong to models nobody may open again; stops after
+        each file."""
+        for found in self.directory.survey().files:
+            if found.folder not in self.models:
+                with suppress(OSError):
+                    self._remove_if_outdated(found)
+            yield
+
+    def _remove_if_outdated(self, found: SegmentFile) -> None:
+        with self.directory.opened(found.path) as file:
+            try:
+                decode_segment_header(read_page(self.files, file, 0, PAGE))
+            except OutdatedError:
+                with self.directory.locked(), self.directory.taken(found.path):
+                    self._discard(found.path, "outdated")
+                    with suppress(OSError):  # others are left in it
+                        self.files.remove_directory(self.directory.path_in(found.folder))
+            except (DamagedError, OtherVersionError):
+                pass  # it ages out like all others
 
     # -- damage ------------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from enum import IntEnum
 from cllm.kv.block_names import NAME_BYTES
 
 PAGE = 4096
-VERSION = 1
+VERSION = 2
 SEQUENCE_PIECE = 1 << 20
 MOST_HEADER_BYTES = 16 << 20
 SUFFIX = ".kv"
@@ -38,7 +38,7 @@ _SEGMENT = struct.Struct("<8sII32s16sQIQ32sI")
 _RECORD = struct.Struct("<8sI16sQIIQQI")
 
 
-class Kind(IntEnum):
+class SegmentKind(IntEnum):
     BLOCKS = 1
     """Consecutive blocks of a chain."""
     SEQUENCE = 2
@@ -53,11 +53,15 @@ class OtherVersionError(Exception):
     """A segment in another version of the format: not usable, but not damaged."""
 
 
+class OutdatedError(OtherVersionError):
+    """An earlier version, which nobody reads any more."""
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
     fingerprint: bytes
     id: bytes
-    kind: Kind
+    kind: SegmentKind
     block_bytes: int
     """Size of a block; 0 for a sequence."""
     block_tokens: int
@@ -84,10 +88,10 @@ def decode_segment_header(page: bytes) -> SegmentHeader:
         raise DamagedError("its header is damaged")
     _, version, kind, fingerprint, identity, size, tokens, first, parent, length = _SEGMENT.unpack_from(page)
     if version != VERSION:
-        raise OtherVersionError(f"version {version} of the format")
+        raise (OutdatedError if version < VERSION else OtherVersionError)(f"version {version} of the format")
     try:
         about = json.loads(page[_SEGMENT.size : _SEGMENT.size + length])
-        return SegmentHeader(fingerprint, identity, Kind(kind), size, tokens, first, parent, dict(about))
+        return SegmentHeader(fingerprint, identity, SegmentKind(kind), size, tokens, first, parent, dict(about))
     except ValueError as error:
         raise DamagedError("its header makes no sense") from error
 
@@ -133,7 +137,9 @@ class Record:
             _RECORD_MAGIC, self.header_bytes, self.segment, self.offset, len(self.names), len(self.checksums),
             self.piece_bytes, self.payload_bytes, self.tokens,
         )  # fmt: skip
-        return _sealed(fixed + b"".join(self.names) + _pack(self.checksums), self.header_bytes)
+        return _sealed(
+            fixed + b"".join(self.names) + struct.pack(f"<{len(self.checksums)}I", *self.checksums), self.header_bytes
+        )
 
 
 def record_header_bytes(page: bytes) -> int:
@@ -163,7 +169,7 @@ def decode_record(header: bytes, segment: bytes, offset: int) -> Record:
     start = _RECORD.size
     end = start + names * NAME_BYTES
     listed = tuple(header[at : at + NAME_BYTES] for at in range(start, end, NAME_BYTES))
-    checksums = _unpack(header[end : end + pieces * CRC_BYTES])
+    checksums = array("I", struct.unpack_from(f"<{pieces}I", header, end))
     return Record(segment, offset, piece_bytes, payload_bytes, tokens, listed, checksums)
 
 
@@ -195,11 +201,3 @@ def _sealed(content: bytes, size: int) -> bytes:
 
 def _is_sealed(header: bytes) -> bool:
     return zlib.crc32(header[:-CRC_BYTES]) == int.from_bytes(header[-CRC_BYTES:], "little")
-
-
-def _pack(checksums: array[int]) -> bytes:
-    return struct.pack(f"<{len(checksums)}I", *checksums)
-
-
-def _unpack(data: bytes) -> array[int]:
-    return array("I", struct.unpack(f"<{len(data) // CRC_BYTES}I", data))

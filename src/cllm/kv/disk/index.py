@@ -23,7 +23,7 @@ class FoundSequence(NamedTuple):
     nbytes: int
 
 
-class Index:
+class SegmentIndex:
     """Guarded by the catalog's lock."""
 
     def __init__(self, block_tokens: int) -> None:

@@ -13,13 +13,14 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
 from cllm.kv.block_names import NAME_BYTES
 from cllm.kv.disk.files import FILE_MODE
+from cllm.kv.disk.threads import DaemonPool
 
 PIECE_BYTES = 16 << 20
 MOST_REMEMBERED = 1000
@@ -100,27 +101,15 @@ def _hash(file: int, size: int, stopped: Callable[[], bool]) -> bytes:
             start += len(data)
         return found.digest()
 
-    starts = range(0, size, PIECE_BYTES)
-    digests, failures, numbers = [b""] * len(starts), list[Exception](), count()
-
-    def work() -> None:
-        try:
-            while (number := next(numbers)) < len(starts) and not failures:
-                digests[number] = piece(starts[number])
-        except Exception as error:
-            failures.append(error)
-
-    # Daemon threads: the process can exit without waiting for them.
-    threads = [threading.Thread(target=work, name="cllm-kv-hash", daemon=True) for _ in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
     whole = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=NAME_BYTES)
-    for digest in digests:
-        whole.update(digest)
+    pool = DaemonPool(THREADS, "cllm-kv-hash")
+    digests = [pool.submit(piece, start) for start in range(0, size, PIECE_BYTES)]
+    try:
+        for digest in digests:
+            whole.update(digest.result())
+    finally:  # next, the file is closed
+        pool.stop()
+        wait(digests)
     return whole.digest()
 
 

@@ -18,10 +18,10 @@ import numpy as np
 from cllm.kv.disk.files import Files, write_all
 from cllm.kv.disk.format import PAGE
 from cllm.kv.disk.threads import DaemonPool
-from cllm.kv.disk.throttle import SLICE_BYTES, THROTTLED_SLICE_BYTES, Throttle
+from cllm.kv.disk.throttle import Throttle
 
 GATHERED_BYTES = 4 << 20
-"""Written per call while throttled."""
+"""Written per call: some milliseconds."""
 
 BEGIN_SYNC_BYTES = 4 << 20
 """The disk starts on this much while more is checksummed and copied."""
@@ -70,7 +70,7 @@ class PayloadWriter:
                 if offset - began >= BEGIN_SYNC_BYTES:
                     self._files.begin_sync(file, began, offset - began)
                     began = offset
-            rested += self._throttle.rest(size)
+            rested += self._throttle.rest()
         self._write_gathered(file, offset)
         return (sums if coming is None else [found for one in coming for found in one.result()]), rested
 
@@ -113,9 +113,7 @@ class PayloadWriter:
 
     def _room(self) -> tuple[int, bool]:
         """The size of the next group, and whether it is gathered; if so, it fits into the buffer."""
-        throttled = self._throttle.active
-        size = THROTTLED_SLICE_BYTES if throttled else SLICE_BYTES
-        return (min(size, GATHERED_BYTES - self._count), True) if throttled or self._count else (size, False)
+        return GATHERED_BYTES - self._count, self._throttle.active or self._count > 0
 
     def _gather(self, group: Group) -> None:
         if self._gathered is None:

@@ -23,7 +23,7 @@ class BlockRun:
         return sum(map(len, self.blocks))
 
     def parts(self, most: int) -> Iterator[BlockRun]:
-        """The same run in parts of at most `most` blocks, but at least one."""
+        """This run in parts of at most `most` blocks, but at least one."""
         step = max(1, most)
         for start in range(0, len(self.names), step):
             part = slice(start, start + step)
@@ -50,12 +50,12 @@ class SavedSequence:
 
 
 def joined(runs: list[BlockRun]) -> list[BlockRun]:
-    """Join runs that follow each other, in whatever order they came."""
-    followers = {run.parent: run for run in runs}
-    lasts = {run.names[-1] for run in runs}
+    """Join runs of a model that follow each other, in whatever order they came."""
+    followers = {(run.model.folder, run.parent): run for run in runs}
+    lasts = {(run.model.folder, run.names[-1]) for run in runs}
     whole_runs: list[BlockRun] = []
     done: set[int] = set()
-    for run in sorted(runs, key=lambda run: run.parent in lasts):
+    for run in sorted(runs, key=lambda run: (run.model.folder, run.parent) in lasts):
         whole: BlockRun | None = None
         part: BlockRun | None = run
         while part is not None and id(part) not in done:
@@ -65,7 +65,7 @@ def joined(runs: list[BlockRun]) -> list[BlockRun]:
             else:
                 whole.names += part.names
                 whole.blocks += part.blocks
-            part = followers.get(part.names[-1])
+            part = followers.get((part.model.folder, part.names[-1]))
         if whole is not None:
             whole_runs.append(whole)
     return whole_runs

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -100,9 +99,7 @@ class Part(NamedTuple):
 
 
 class Reader:
-    def __init__(
-        self, catalog: Catalog, *, pool: DaemonPool | None, monotonic: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, catalog: Catalog, *, pool: DaemonPool | None, monotonic: Callable[[], float]) -> None:
         """`pool`: threads that read and check, so that the disk has always something to do."""
         self.speed = Throughput()
         self._pool = pool
@@ -112,7 +109,8 @@ class Reader:
         self._monotonic = monotonic
         self._tickets: deque[ReadTicket] = deque()
         self._stale: dict[str, ModelEntry] = {}
-        self._used: dict[bytes, ModelEntry] = {}
+        self._used: dict[tuple[str, bytes], ModelEntry] = {}
+        self._outdated = catalog.remove_outdated()
 
     # -- asking (the catalog's lock is held) --------------------------------------------------------------------
 
@@ -127,7 +125,7 @@ class Reader:
     def note_use(self, model: ModelEntry, name: bytes) -> None:
         """The chain up to this block was used without being loaded."""
         if len(self._used) < MOST_NOTES:
-            self._used[name] = model
+            self._used[model.folder, name] = model
 
     # -- the thread --------------------------------------------------------------------------------------------
 
@@ -140,7 +138,8 @@ class Reader:
         if ticket is not None:
             self._serve(ticket)
         elif used is not None:
-            self._catalog.touch(used[1], used[0])
+            (_, name), used_model = used
+            self._catalog.touch(used_model, name)
         elif model is not None:
             try:
                 self._catalog.refresh(model)
@@ -151,8 +150,16 @@ class Reader:
             finally:
                 model.ready.set()
         else:
-            return None
+            return 0.0 if self._clean() else None
         return 0.0
+
+    def _clean(self) -> bool:
+        """There is nothing else to do: look at another file that may be outdated. False: all were looked at."""
+        try:
+            return next(self._outdated, False) is None
+        except OSError as error:
+            log.debug("%s cannot be cleaned up: %s", self._catalog.directory.root, error)
+            return False
 
     def give_up(self) -> None:
         """The store closes: fail all waiting tickets."""

@@ -10,9 +10,9 @@ from cllm.kv.disk.files import Files, read_all
 from cllm.kv.disk.format import (
     PAGE,
     DamagedError,
-    Kind,
     Record,
     SegmentHeader,
+    SegmentKind,
     decode_record,
     decode_segment_header,
     record_header_bytes,
@@ -54,7 +54,7 @@ class Segment:
 
     @property
     def is_sequence(self) -> bool:
-        return self.header.kind is Kind.SEQUENCE
+        return self.header.kind is SegmentKind.SEQUENCE
 
     @property
     def whole(self) -> bool:
@@ -148,7 +148,7 @@ def read_record(files: Files, file: int, header: SegmentHeader, offset: int) -> 
     if size > PAGE:
         page += read_page(files, file, offset + PAGE, size - PAGE)
     record = decode_record(page, header.id, offset)
-    if header.kind is Kind.BLOCKS and (
+    if header.kind is SegmentKind.BLOCKS and (
         record.piece_bytes != header.block_bytes or len(record.names) != len(record.checksums)
     ):
         raise DamagedError("a record's blocks have another size than its segment's")

@@ -2,7 +2,7 @@
 
     store = DiskStore(Path("~/.cache/cllm/kv"), limit=2 << 30)
     model = store.open_model(fingerprint(...), block_tokens=16, block_bytes=368_640, about={"model": "smollm2"})
-    root  = model.root(salt)
+    root  = root_name(space)
     names = chain(root, tokens, 16)
     model.put(root, 0, names, blocks)             copied, written when there is time
     model.held(names)                             how many, from the first on, are on disk
@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.kv.block_names import TOKEN_BYTES, root_name, tail_name
+from cllm.kv.block_names import TOKEN_BYTES, tail_name
 from cllm.kv.disk.catalog import Catalog, ModelEntry, folder_of
 from cllm.kv.disk.directory import Directory
 from cllm.kv.disk.files import Files
@@ -49,19 +49,15 @@ class DiskStats:
     limit: int
     bytes: int
     """All models' and processes' bytes, at the last survey."""
-    segments: int
     blocks: int
     """Blocks of this process's models."""
-    queued_bytes: int
-    loading_bytes: int
-    written_bytes: int
-    read_bytes: int
     write_bytes_per_s: float
     read_bytes_per_s: float
     trouble: str | None
     """Why nothing is written now."""
     counts: Mapping[str, int]
-    """damaged, torn, misplaced, vanished, foreign: files. unwritten_bytes, evicted_bytes. read_errors, write_errors."""
+    """damaged, torn, misplaced, vanished, outdated, foreign: files. unwritten_bytes, evicted_bytes.
+    read_errors, write_errors."""
 
 
 class DiskStore:
@@ -72,14 +68,13 @@ class DiskStore:
         limit: int,
         queue_bytes: int = 64 << 20,
         linger_s: float = 0.25,
-        rate: float | None = None,
         threads: bool = True,
         files: Files | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
         monotonic: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`rate`: most bytes per second to write. Without `threads` (tests), `work` does what they would."""
+        """Without `threads` (tests), `work` does what they would."""
         root = str(directory)
         self._catalog = Catalog(
             Directory(root, files or Files(), clock_ns=clock_ns, monotonic=monotonic, sleep=sleep),
@@ -95,7 +90,6 @@ class DiskStore:
             pool=self._pool,
             queue_bytes=queue_bytes,
             linger_s=linger_s,
-            rate=rate,
             monotonic=monotonic,
             sleep=sleep,
         )
@@ -157,17 +151,11 @@ class DiskStore:
     def stats(self) -> DiskStats:
         catalog = self._catalog
         with catalog.lock:
-            indexes = [model.index for model in catalog.models.values()]
             return DiskStats(
                 directory=catalog.directory.root,
                 limit=catalog.limit,
                 bytes=catalog.bytes,
-                segments=sum(len(index.segments) for index in indexes),
-                blocks=sum(map(len, indexes)),
-                queued_bytes=self.writer.queued_bytes,
-                loading_bytes=self.reader.queued_bytes,
-                written_bytes=self.writer.speed.total,
-                read_bytes=self.reader.speed.total,
+                blocks=sum(len(model.index) for model in catalog.models.values()),
                 write_bytes_per_s=self.writer.speed.bytes_per_s,
                 read_bytes_per_s=self.reader.speed.bytes_per_s,
                 trouble=self.writer.trouble,
@@ -235,10 +223,6 @@ class ModelStore:
     def ready(self, timeout: float | None = 0.0) -> bool:
         """Whether the directory has been read."""
         return self._model.ready.is_set() or self._model.ready.wait(timeout)
-
-    def root(self, salt: bytes = b"") -> bytes:
-        """The root of chains, for all that share the salt."""
-        return root_name(self._model.fingerprint, salt)
 
     def held(self, names: Sequence[bytes]) -> int:
         """How many of these blocks, from the first on, are on disk."""

@@ -10,12 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-SLICE_BYTES = 4 << 20
-"""Written per call."""
-
-THROTTLED_SLICE_BYTES = 4 << 20
-"""The same while sequences run: some milliseconds."""
-
 THROTTLED_SHARE = 0.005
 """The share of a core that writing takes while sequences run."""
 
@@ -27,16 +21,13 @@ LOOK_S = 0.05
 class Throttle:
     def __init__(
         self,
-        rate: float | None,
         *,
         sleep: Callable[[float], None],
         worked: Callable[[], float] = time.thread_time,
     ) -> None:
-        """`rate`: most bytes per second, on average; None: unlimited."""
         self.suspended = False
         """Somebody waits for the queue to be written: write at full speed."""
         self._answering: set[int] = set()
-        self._rate = rate
         self._sleep = sleep
         self._worked = worked
         self._worked_s = 0.0
@@ -54,13 +45,11 @@ class Throttle:
         """Start measuring this thread's CPU time."""
         self._worked_s = self._worked()
 
-    def rest(self, count: int) -> float:
-        """Pause after `count` bytes; returns for how long."""
+    def rest(self) -> float:
+        """Pause for as long as the work since the last pause demands; returns for how long."""
         now = self._worked()
         took, self._worked_s = now - self._worked_s, now
-        pause = rested = count / self._rate if self._rate is not None else 0.0
-        if pause:
-            self._sleep(pause)
+        rested = 0.0
         wanted = min(max(took / THROTTLED_SHARE, SHORTEST_REST_S), LONGEST_REST_S)
         while rested < wanted and self.active:
             pause = min(LOOK_S, wanted - rested)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +24,9 @@ from cllm.kv.disk.format import (
     PAGE,
     SEQUENCE_PIECE,
     SUFFIX,
-    Kind,
     Record,
     SegmentHeader,
+    SegmentKind,
     most_names,
     record_bytes,
     whole_pages,
@@ -70,15 +69,14 @@ class Writer:
         pool: DaemonPool | None,
         queue_bytes: int,
         linger_s: float,
-        rate: float | None,
-        monotonic: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        monotonic: Callable[[], float],
+        sleep: Callable[[float], None],
     ) -> None:
         self.speed = Throughput()
         self.queued_bytes = 0
         self.closed = False
         """Nothing more is accepted."""
-        self.throttle = Throttle(rate, sleep=sleep)
+        self.throttle = Throttle(sleep=sleep)
         self._payload_writer = PayloadWriter(catalog.files, self.throttle, pool)
         self.trouble: str | None = None
         """Why nothing is written now."""
@@ -137,7 +135,7 @@ class Writer:
             self._busy = True
         self.throttle.begin()
         try:
-            lost: set[bytes] = set()
+            lost: set[tuple[str, bytes]] = set()
             for item in self._in_order(items):
                 self._write_or_give_up(item, lost)
         finally:
@@ -153,7 +151,7 @@ class Writer:
         prepared = self._staging.prepare(self.queued_bytes)
         if prepared:
             self._idle_since = self._monotonic()
-            self.throttle.rest(0)
+            self.throttle.rest()
         return bool(prepared)
 
     def _rest(self) -> float | None:
@@ -192,14 +190,15 @@ class Writer:
             yield from run.parts(most_names(run.model.block_bytes, self._record_bytes))
         yield from (item for item in items if isinstance(item, SavedSequence))
 
-    def _write_or_give_up(self, item: BlockRun | SavedSequence, lost: set[bytes]) -> None:
+    def _write_or_give_up(self, item: BlockRun | SavedSequence, lost: set[tuple[str, bytes]]) -> None:
         """Afterwards it is out of the queue, whatever happens. What follows a `lost` block is not written."""
         written = False
         try:
             if isinstance(item, SavedSequence):
                 written = self._may_write() and self._write_sequence(item)
             else:
-                written = self._may_write() and item.parent not in lost and self._append(item)
+                follows_lost = (item.model.folder, item.parent) in lost
+                written = self._may_write() and not follows_lost and self._append(item)
         except BusyError as error:
             log.debug("%s", error)
         except OSError as error:
@@ -212,7 +211,7 @@ class Writer:
                 self._catalog.counts["unwritten_bytes"] += 0 if written else item.nbytes
                 if isinstance(item, BlockRun):
                     if not written:
-                        lost.add(item.names[-1])
+                        lost.add((item.model.folder, item.names[-1]))
                     item.model.pending.difference_update(item.names)
                     self._staging.give_back(item.blocks)
                 else:
@@ -255,7 +254,7 @@ class Writer:
                     return False
                 segment, file = self._reserve_behind(model, tip, size, stack) if tip is not None else (None, -1)
                 if segment is None:
-                    header = self._header(model, Kind.BLOCKS, run.parent, run.first)
+                    header = self._header(model, SegmentKind.BLOCKS, run.parent, run.first)
                     segment, file = self._reserve_new(header, size, stack)
             record = Record(
                 segment.header.id, segment.size, model.block_bytes, run.nbytes, 0, tuple(run.names), array("I")
@@ -278,7 +277,7 @@ class Writer:
         catalog, model = self._catalog, saved.model
         pieces = saved.pieces(SEQUENCE_PIECE)
         size = record_bytes(len(saved.names), len(pieces), saved.nbytes)
-        header = self._header(model, Kind.SEQUENCE, bytes(len(saved.names[0])), 0)
+        header = self._header(model, SegmentKind.SEQUENCE, bytes(len(saved.names[0])), 0)
         with ExitStack() as stack:
             with catalog.directory.locked() as tally:
                 if not catalog.make_room(size + PAGE, {}, tally):
@@ -299,8 +298,8 @@ class Writer:
             catalog.supersede(model, other)
         return True
 
-    def _header(self, model: ModelEntry, kind: Kind, parent: bytes, first: int) -> SegmentHeader:
-        block_bytes = model.block_bytes if kind is Kind.BLOCKS else 0
+    def _header(self, model: ModelEntry, kind: SegmentKind, parent: bytes, first: int) -> SegmentHeader:
+        block_bytes = model.block_bytes if kind is SegmentKind.BLOCKS else 0
         return SegmentHeader(
             model.fingerprint, self._files.fresh_id(), kind, block_bytes, model.block_tokens, first, parent, model.about
         )
@@ -332,17 +331,14 @@ class Writer:
         self._files.make_directory(inside)
         path = f"{inside}/{header.id.hex()}{SUFFIX}"
         file = stack.enter_context(directory.opened(path, new=True, write=True))
-        self._begin(path)
+        with self._catalog.lock:
+            self._catalog.writing = path
         self._undo_unless_done(stack, lambda: self._files.remove(path))
         if not self._files.lock(file):
             raise BusyError(f"{path} is new, but another process holds it")
         self._files.truncate(file, PAGE + size)
         write_all(self._files, file, [header.encode()], 0)
         return Segment(path, header, PAGE, 0), file
-
-    def _begin(self, path: str) -> None:
-        with self._catalog.lock:
-            self._catalog.writing = path
 
     def _undo_unless_done(self, stack: ExitStack, undo: Callable[[], None]) -> None:
         def leave(kind: type[BaseException] | None, *_: object) -> None:
@@ -359,14 +355,14 @@ class Writer:
         began = self._monotonic()
         padded = whole_pages(record.payload_bytes)
         offset = record.offset + size - padded
-        self.throttle.rest(0)
+        self.throttle.rest()
         sums, rested = self._payload_writer.write(file, pieces, padded - record.payload_bytes, offset)
         record.checksums.extend(sums)
         self._files.sync(file)
-        rested += self.throttle.rest(0)
+        rested += self.throttle.rest()
         write_all(self._files, file, [record.encode()], record.offset)
         self._recovered()
         self.speed.add(size, self._monotonic() - began - rested)
         linked = self._files.status(file).st_nlink > 0
-        self.throttle.rest(0)
+        self.throttle.rest()
         return linked

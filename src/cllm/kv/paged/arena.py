@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 
 from cllm.kv.events import KVEvents
-from cllm.kv.ops import BlockGeometry, BlockOps, Move
-from cllm.kv.paged.block_table import allocation_of
+from cllm.kv.ops import BlockBytes, BlockGeometry, BlockOps, Move
+from cllm.kv.paged.block_table import BlockAllocation, allocation_of, own_blocks
 from cllm.kv.paged.extents import extent_blocks
 from cllm.kv.paged.holder_ids import HolderIds
 from cllm.kv.paged.pool import BlockPool
@@ -31,10 +32,13 @@ class Arena:
         self.geometry = geometry
         self.block_bytes = block_bytes
         self.extent_blocks = extent or extent_blocks(geometry.blocks, block_bytes)
-        self.pinned = 0
-        """Blocks being read or written in the background, which must not move."""
+        self.block_size = geometry.block_size
+        self.copying_blocks = self.loading_blocks = 0
+        """Blocks being copied to or from host memory, and blocks of loads under way. They must not move."""
+        self.loads = 0
+        """Loads under way. Each has a sequence among the running ones."""
+        self.copied_bytes = 0
         self.events = KVEvents()
-        self._leaving: Callable[[list[bytes], list[int]], None] | None = None
         self._policy = policy
         self._apart = apart
         self.clear()
@@ -49,13 +53,15 @@ class Arena:
             policy=self._policy,
             events=self.events,
         )
-        self.prefixes.leaving = self._leaving
         self.events.cleared()
         self.running = {}
 
-    def keep_leaving(self, keep: Callable[[list[bytes], list[int]], None]) -> None:
-        """Call `keep` with the names and blocks of everything evicted from now on, before the blocks are reused."""
-        self._leaving = self.prefixes.leaving = keep
+    @cached_property
+    def content(self) -> BlockBytes:
+        """Blocks as bytes, with tiers below. Kept: it is asked for in every step, and comparing with a protocol takes
+        as long as planning one."""
+        assert isinstance(self.ops, BlockBytes)
+        return self.ops
 
     @property
     def extent_bytes(self) -> int:
@@ -74,6 +80,72 @@ class Arena:
     def taken_bytes(self) -> int:
         """Backed by memory of the OS, as far as we know; in whole extents."""
         return self.pool.extents.taken_count * self.extent_bytes
+
+    @property
+    def pinned(self) -> int:
+        """Blocks being read or written in the background, which must not move."""
+        return self.copying_blocks + self.loading_blocks
+
+    @property
+    def busy(self) -> bool:
+        """Whether a sequence runs that is not just being loaded."""
+        return len(self.running) > self.loads
+
+    @property
+    def referenced(self) -> int:
+        """Blocks that sequences and pins use."""
+        return self.pool.total - self.pool.free - self.prefixes.evictable
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    # -- running sequences -------------------------------------------------------------------------------------
+
+    def start(self, sequence: KVSequence, held: BlockAllocation) -> int:
+        """Add a running sequence; returns its number as a holder of blocks."""
+        sequence.allocation = held
+        held.number = self.holders.assign(sequence)
+        self.running[held.number] = sequence
+        return held.number
+
+    def stop(self, sequence: KVSequence) -> None:
+        """Remove a running sequence with all it holds."""
+        held = allocation_of(sequence)
+        del self.running[held.number]
+        self.give_up(own_blocks(sequence), sequence)
+        self.holders.release(held.number)
+        self.prefixes.unlock(held.node)
+        sequence.forget_memory()
+
+    def commit(self, sequence: KVSequence) -> None:
+        """The blocks that are full by now join the tree."""
+        full = sequence.num_computed // self.block_size
+        if full > allocation_of(sequence).indexed and sequence.intact:
+            self.prefixes.index(sequence, full)
+
+    def copy(self, sources: Sequence[int], copies: Sequence[int]) -> None:
+        """Copy blocks. If that fails, the copies are free again."""
+        try:
+            self.ops.copy_blocks(list(zip(sources, copies, strict=True)))
+        except BaseException:
+            self.pool.release(copies)
+            raise
+        self.copied_bytes += len(copies) * self.block_bytes
+
+    def give_up(self, private: list[int], sequence: KVSequence) -> None:
+        """A sequence gives up private blocks; those that forked sequences share pass to one of them."""
+        self.pool.release(private)
+        number, holders = allocation_of(sequence).number, self.pool.holders
+        orphans = {block for block in private if holders[block] == number}
+        for heir_number, heir in self.running.items():
+            if not orphans:
+                break
+            if heir is not sequence:
+                inherited = orphans.intersection(own_blocks(heir))
+                self.pool.hand_over(list(inherited), heir_number)
+                orphans -= inherited
+
+    # -- moving ------------------------------------------------------------------------------------------------
 
     def relocate(self, moves: Sequence[Move]) -> None:
         """Move blocks to free places, and update the tree and all block tables."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,30 +14,28 @@ from cllm.kv.radix import COMMON_SPACE
 from cllm.kv.sequence import KVSequence
 
 
-def examine_tables(
-    arena: Arena, pins_of: Callable[[dict[int, int]], dict[int, int]], check_one: Callable[[KVSequence], None]
-) -> Iterator[int]:
-    """Check everything, yielding the size of each piece; raises AssertionError. `pins_of` adds the nodes that pins use
-    to those of sequences; `check_one` checks one sequence's table."""
+def examine_tables(arena: Arena, pins: dict[int, int]) -> Iterator[int]:
+    """Check everything, yielding the size of each piece; raises AssertionError. `pins`: how many pins use each node, by
+    its id."""
     pool, running = arena.pool, arena.running
     held = np.zeros(pool.total, np.int32)
-    uses: dict[int, int] = {}
+    uses = dict(pins)
     for sequence in running.values():
         for node in allocation_of(sequence).node.path():
             uses[node.number] = uses.get(node.number, 0) + 1
         yield from _count(own_blocks(sequence), held)
-    yield from arena.prefixes.examine(uses, pins_of(uses), held, CHECK_SLICE)
+    yield from arena.prefixes.examine(uses, pins, held, CHECK_SLICE)
     yield from pool.examine(held, CHECK_SLICE)
     for number, sequence in running.items():
         if allocation_of(sequence).number != number or arena.holders.owners.get(number) is not sequence:
             raise AssertionError("a sequence is not known by its number")
-        check_one(sequence)
+        _check_table(arena, sequence)
         yield len(sequence.blocks)
     if (np.frombuffer(pool.holders, np.int32, len(held)) != 0).tobytes() != (held != 0).tobytes():
         raise AssertionError("a block in use has no holder, or a free one has")
 
 
-def check_table(arena: Arena, sequence: KVSequence) -> None:
+def _check_table(arena: Arena, sequence: KVSequence) -> None:
     pool, size = arena.pool, arena.geometry.block_size
     spelled = bytearray()
     shared: list[int] = []

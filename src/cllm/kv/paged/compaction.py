@@ -37,7 +37,7 @@ DEARER, CHEAPER = 1.5, 0.8
 KEPT = 0.75
 """A compaction kept its promise if at least so much of what it was to free went back."""
 
-Plan = Callable[[bytes | bytearray, int], list[Move]]
+MovePlan = Callable[[bytes | bytearray, int], list[Move]]
 """From the free map (1: free) and the most blocks to move, to moves."""
 
 
@@ -123,7 +123,7 @@ class Compactor:
         self._clock = clock
         self._credit_s = 0.0
 
-    def slice(self, plan: Plan, most: int, budget_s: float) -> int | None:
+    def slice(self, plan: MovePlan, most: int, budget_s: float) -> int | None:
         """Move up to `most` blocks by `plan`, for about `budget_s`; returns how many, None if there was no time.
 
         Unused time carries over to the next slice, up to the time of one block, so that any budget makes progress.

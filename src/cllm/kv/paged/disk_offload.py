@@ -1,31 +1,29 @@
 """Which blocks are written to disk, and when.
 
 A sequence that ends becomes a candidate if its prefix is worth writing: it is long, or was reused. A long-running one
-becomes a candidate earlier, and again whenever it has grown enough. A candidate is only the tokens: they are looked up
-in the tree when there is time, so blocks may be moved or evicted meanwhile. Handing a block to the store copies it on
-the engine's thread, so this happens a few blocks at a time, between steps.
+becomes a candidate earlier, and again whenever it has grown enough. A candidate is only tokens and names: the blocks
+are looked up in the tree when there is time, so they may be moved or evicted meanwhile. Handing a block to the store
+copies it on the engine's thread, so this happens a few blocks at a time, between steps.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.kv.block_names import TOKEN_BYTES, chain, root_name
+from cllm.kv.block_names import root_name
 from cllm.kv.disk.store import ModelStore
-from cllm.kv.ops import BlockBytes
 from cllm.kv.paged.arena import Arena
 from cllm.kv.paged.block_table import BlockNode, allocation_of
-from cllm.kv.paged.prefix_cache import name_before
-from cllm.kv.radix import COMMON_SPACE
 from cllm.kv.sequence import KVSequence
 from cllm.kv.throughput import RecentThroughput
 from cllm.kv.tiers.disk_tier import DiskTier
-from cllm.kv.tiers.host_tier import HostTier
+from cllm.kv.tiers.loads import LoadingSequence
+from cllm.kv.tiers.tiers import Tiers
 
 MOST_CANDIDATES = 256
 FIRST_GUESS = 2e9
@@ -48,30 +46,31 @@ RESCUE_S = 0.002
 
 
 class OffloadCandidate:
-    __slots__ = ("common", "done", "key", "names", "owner", "tree_names")
+    __slots__ = ("common", "done", "key", "looked", "names", "owner", "root")
 
-    def __init__(self, owner: bytes, key: bytes, common: int) -> None:
+    def __init__(self, owner: bytes, key: bytes, names: list[bytes], common: int) -> None:
         self.owner = owner
         self.key = key
+        self.names = names
+        self.root = root_name(owner, names[common - 1]) if common else root_name(owner)
+        """What its first own block follows."""
         self.common = common
         """Leading blocks that belong to the common space."""
-        self.names: list[bytes] = []
-        self.tree_names: list[bytes] = []
         self.done = common
         """Leading blocks that need no writing: on disk, queued, or common."""
+        self.looked = False
+        """Whether it is known how many are on disk already."""
 
-    def name_in_tree(self, block_tokens: int) -> None:
-        """Compute the blocks' names in the tree, which differ from those on disk."""
-        at = self.common * block_tokens * TOKEN_BYTES
-        common = chain(root_name(b"", COMMON_SPACE), self.key[:at], block_tokens)
-        before = name_before(common[-1] if common else b"", COMMON_SPACE, self.owner)
-        self.tree_names = [*common, *chain(before, self.key[at:], block_tokens)]
+    @property
+    def before(self) -> bytes:
+        """The name of the block before the next one to write."""
+        return self.names[self.done - 1] if self.done > self.common else self.root
 
 
-class DiskOffloader:
-    def __init__(self, arena: Arena, tier: DiskTier, clock: Callable[[], float]) -> None:
+class DiskOffload:
+    def __init__(self, arena: Arena, tiers: Tiers, clock: Callable[[], float]) -> None:
         self._arena = arena
-        self._disk = tier
+        self._tiers = tiers
         self._clock = clock
         self._candidates: deque[OffloadCandidate] = deque()
         self.blocks = 0
@@ -80,8 +79,6 @@ class DiskOffloader:
         self._throughput = RecentThroughput(FIRST_GUESS)
         self._retry_s = SHORTEST_RETRY_S
         self._retry_at = float("-inf")
-        self.host: HostTier | None = None
-        """If there is one, blocks are read from there: reading a GPU's arena would wait for the steps."""
         self._look_at = clock() + STANDING_S
         self._urgent = False
 
@@ -94,54 +91,46 @@ class DiskOffloader:
 
     def offer(self, sequence: KVSequence) -> None:
         """Make a sequence's prefix in the tree a candidate, if it is worth it."""
-        held = allocation_of(sequence)
+        held, disk = allocation_of(sequence), self._tiers.disk
+        if disk is None or len(self._candidates) >= MOST_CANDIDATES or not disk.pays:
+            return
         own = [node for node in held.node.path() if node.space == sequence.space]
-        blocks = self._worth(own)
-        if blocks and len(self._candidates) < MOST_CANDIDATES and self._disk.pays:
+        blocks = _worth(own, disk)
+        if blocks:
             common = held.indexed - sum(len(node.value) for node in own)
-            tokens = (common + blocks) * self._disk.block_tokens
-            self.take([OffloadCandidate(sequence.space, sequence.tokens[:tokens].tobytes(), common)])
-            held.offered = common + blocks
+            end = common + blocks
+            key = sequence.tokens[: end * disk.block_tokens].tobytes()
+            names = [name for node in reversed(list(held.node.path())) for name in node.names][:end]
+            self._candidates.append(OffloadCandidate(sequence.space, key, names, common))
+            self.blocks += blocks
+            held.offered = end
 
-    def offer_standing(self, sequences: Iterable[KVSequence]) -> None:
+    def offer_standing(self) -> None:
         """Offer what running sequences have computed so far, without waiting for their ends."""
-        now = self._clock()
-        if now < self._look_at:
+        now, disk = self._clock(), self._tiers.disk
+        if disk is None or now < self._look_at or self._tiers.model_store is None:
             return
         self._look_at = now + STANDING_S
-        for sequence in sequences:
-            if allocation_of(sequence).indexed >= allocation_of(sequence).offered + self._disk.worth_blocks:
+        for sequence in self._arena.running.values():
+            held = allocation_of(sequence)
+            if held.indexed >= held.offered + disk.worth_blocks and not isinstance(sequence, LoadingSequence):
                 self.offer(sequence)
-
-    def take(self, candidates: list[OffloadCandidate]) -> None:
-        for candidate in candidates[: MOST_CANDIDATES - len(self._candidates)]:
-            self._candidates.append(candidate)
-            self.blocks += len(candidate.key) // (TOKEN_BYTES * self._disk.block_tokens) - candidate.done
-
-    def _worth(self, path: list[BlockNode]) -> int:
-        """How many blocks of a path are worth writing: all if there are many, else those that were reused."""
-        blocks = sum(len(node.value) for node in path)
-        if blocks >= self._disk.worth_blocks:
-            return blocks
-        for node in path:
-            if node.hits:
-                break
-            blocks -= len(node.value)
-        return blocks if blocks >= self._disk.least_blocks else 0
 
     # -- handing over ------------------------------------------------------------------------------------------
 
     def due_at(self) -> float | None:
         """When there is work to do without further events; None: never."""
-        return self._retry_at if self._candidates and self._disk.model_store is not None else None
+        return self._retry_at if self._candidates and self._tiers.model_store is not None else None
 
     def work(self, budget_s: float, *, in_bursts: bool = False) -> bool:
         """Hand over blocks for about `budget_s`; `in_bursts`: save up budgets and spend them at once. True: there is
         more to do right away."""
-        model_store = self._disk.model_store
-        if not self._candidates or model_store is None or budget_s <= 0 or self._clock() < self._retry_at:
+        disk, model_store = self._tiers.disk, self._tiers.model_store
+        if disk is None or model_store is None:
             return False
-        block_s = self._throughput.seconds(self._disk.block_bytes)
+        if not self._candidates or budget_s <= 0 or self._clock() < self._retry_at:
+            return False
+        block_s = self._throughput.seconds(disk.block_bytes)
         least_s = max(block_s, self._throughput.seconds(BURST_BYTES)) if in_bursts else block_s
         self._credit_s = min(self._credit_s, least_s) + budget_s
         if self._credit_s < least_s:
@@ -149,7 +138,7 @@ class DiskOffloader:
         started = self._clock()
         try:
             while self._candidates and self._credit_s >= block_s:
-                if not self._advance(self._candidates[0], model_store, int(self._credit_s / block_s)):
+                if not self._advance(self._candidates[0], disk, model_store, int(self._credit_s / block_s)):
                     self._retry_at = self._clock() + self._retry_s
                     self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
                     return False
@@ -158,7 +147,7 @@ class DiskOffloader:
                 started = now
         except Exception as error:
             self._next()
-            self._disk.fault("keeping blocks on disk", error)
+            disk.fault("keeping blocks on disk", error)
             return False
         self._credit_s = max(self._credit_s, 0.0)
         return bool(self._candidates)
@@ -171,16 +160,15 @@ class DiskOffloader:
         finally:
             self._urgent = False
 
-    def _advance(self, candidate: OffloadCandidate, model_store: ModelStore, most: int) -> bool:
+    def _advance(self, candidate: OffloadCandidate, disk: DiskTier, model_store: ModelStore, most: int) -> bool:
         """Hand over some blocks, or drop a candidate that has none left. False: the store takes nothing now."""
-        tier = self._disk
-        if not candidate.names:
-            candidate.names = tier.names(model_store, candidate.owner, candidate.key)
+        if not candidate.looked:
+            candidate.looked = True
             self._progress(candidate, model_store.held(candidate.names[candidate.done :]))
             if candidate.done == len(candidate.names):
                 model_store.used(candidate.names[-1])
         blocks = self._arena.prefixes.blocks_of(candidate.key, candidate.owner)[candidate.done :]
-        most = min(most, max(1, AT_ONCE_BYTES // tier.block_bytes))
+        most = min(most, max(1, AT_ONCE_BYTES // disk.block_bytes))
         started = self._clock()
         content = self._content(candidate, blocks, most)
         if content is None:
@@ -189,26 +177,22 @@ class DiskOffloader:
             self._next()
             return True
         end = candidate.done + len(content)
-        before = candidate.names[candidate.done - 1] if candidate.done else model_store.root(candidate.owner)
-        kept = model_store.put(
-            before, candidate.done, candidate.names[candidate.done : end], content, urgent=self._urgent
-        )
-        self._throughput.add(kept * tier.block_bytes, self._clock() - started)
+        names = candidate.names[candidate.done : end]
+        kept = model_store.put(candidate.before, candidate.done, names, content, urgent=self._urgent)
+        self._throughput.add(kept * disk.block_bytes, self._clock() - started)
         self._progress(candidate, kept)
         if kept:
             self._retry_s = SHORTEST_RETRY_S
-            tier.worked()
+            disk.worked()
         return kept == len(content)
 
     def _content(self, candidate: OffloadCandidate, blocks: list[int], most: int) -> Sequence[NDArray[np.uint8]] | None:
-        """The content of a candidate's next blocks, as far as they still exist. None: being copied to host memory."""
-        if self.host is not None and self.host.usable:
-            if not candidate.tree_names:
-                candidate.name_in_tree(self._disk.block_tokens)
-            return self.host.contents(candidate.tree_names[candidate.done :], blocks, most)
-        ops = self._arena.ops
-        assert isinstance(ops, BlockBytes)
-        return ops.read_blocks(blocks[:most]) if blocks else []
+        """The content of a candidate's next blocks, as far as they still exist. None: being copied to host memory,
+        because reading a GPU's arena would wait for the steps."""
+        host = self._tiers.host
+        if host is not None and host.usable:
+            return host.contents(candidate.names[candidate.done :], blocks, most)
+        return self._arena.content.read_blocks(blocks[:most]) if blocks else []
 
     def _progress(self, candidate: OffloadCandidate, blocks: int) -> None:
         candidate.done += blocks
@@ -217,17 +201,29 @@ class DiskOffloader:
     def _next(self) -> None:
         """Drop the first candidate."""
         candidate = self._candidates.popleft()
-        self.blocks -= len(candidate.key) // (TOKEN_BYTES * self._disk.block_tokens) - candidate.done
+        self.blocks -= len(candidate.names) - candidate.done
 
     def drain(self, seconds: float) -> None:
         """Hand over all candidates, for at most `seconds`, at shutdown."""
-        disk, until = self._disk, time.monotonic() + seconds
-        while self._candidates and disk.model_store is not None and time.monotonic() < until:
+        disk, host, until = self._tiers.disk, self._tiers.host, time.monotonic() + seconds
+        while disk is not None and self._candidates and disk.model_store is not None and time.monotonic() < until:
             if disk.store.writer.trouble:
                 return
             self._retry_at = float("-inf")
-            if self.host is not None:
-                self.host.settle()
+            if host is not None:
+                host.settle()
             if not self.work(0.1):
                 disk.store.flush(max(0.0, min(0.1, until - time.monotonic())))
                 time.sleep(0.001)
+
+
+def _worth(path: list[BlockNode], disk: DiskTier) -> int:
+    """How many blocks of a path are worth writing: all if there are many, else those that were reused."""
+    blocks = sum(len(node.value) for node in path)
+    if blocks >= disk.worth_blocks:
+        return blocks
+    for node in path:
+        if node.hits:
+            break
+        blocks -= len(node.value)
+    return blocks if blocks >= disk.least_blocks else 0

@@ -35,8 +35,6 @@ class PrefixCache:
         """Sequences that are only cached: leaves that nobody uses."""
         self.pinned = 0
         """Blocks that pins use."""
-        self.leaving: Callable[[list[bytes], list[int]], None] | None = None
-        """Called with the names and blocks of what was evicted, before the blocks are reused."""
         self._events = events
         self._pool = pool
         self._holders = holders
@@ -242,12 +240,10 @@ class PrefixCache:
     def evict(self, count: int) -> int:
         """Free at least `count` evictable blocks, or all, least recently used first, from the ends of edges."""
         freed = 0
-        gone: list[tuple[list[bytes], list[int]]] = []
         while freed < count and len(self.policy):
             node = self.policy.peek()
             take = min(count - freed, len(node.value))
             keep = len(node.value) - take
-            gone.append((node.names[keep:], node.value[keep:]))
             self._pool.release(node.value[keep:])
             self._events.removed(node.names[keep:])
             freed += take
@@ -260,14 +256,10 @@ class PrefixCache:
                 self._holders.release(node.number)
                 self.held -= 1 if above.children or above not in self.policy else 0
         self.evictable -= freed
-        if gone and self.leaving is not None:
-            gone.reverse()  # parents before children, as in every chain
-            names = [name for part, _ in gone for name in part]
-            self.leaving(names, [block for _, part in gone for block in part])
         return freed
 
     def next_to_go(self, count: int) -> Iterator[tuple[list[bytes], list[int]]]:
-        """Names and blocks of the next `count` (or a few more) blocks to evict, node by node."""
+        """Names and blocks of the next `count` blocks to evict, node by node."""
         for node in self.policy:
             if count <= 0:
                 return
@@ -329,7 +321,7 @@ def name_before(last: bytes, last_space: bytes, space: bytes) -> bytes:
     A space's continuation of a common prefix gets names of its own: the same tokens may be below the space's root as
     well, and no name may be in the tree twice.
     """
-    return last if last and last_space == space else root_name(last, space)
+    return last if last and last_space == space else root_name(space, last)
 
 
 def _split_blocks(blocks: list[int], at: int) -> tuple[list[int], list[int]]:

@@ -27,7 +27,7 @@ from cllm.kv.paged.compaction import (
     CompactionEstimate,
     CompactionTrigger,
     Compactor,
-    Plan,
+    MovePlan,
     plan_fill,
     plan_lift,
     plan_slide,
@@ -259,7 +259,7 @@ class Upkeep:
             self.compactions += 1
         return True
 
-    def _move(self, plan: Plan, most: int, budget_s: float) -> int | None:
+    def _move(self, plan: MovePlan, most: int, budget_s: float) -> int | None:
         """None: there was not enough time for a block, or a call failed and the compaction is given up."""
         try:
             moved = self.compactor.slice(plan, most, budget_s)

@@ -26,14 +26,14 @@ class BlockNameCounts:
         size, known = self._block_tokens, len(names)
         if len(tokens) // size == known:
             return
-        names += chain(names[-1] if names else root_name(b"", space), tokens[known * size :], size)
+        names += chain(names[-1] if names else root_name(space), tokens[known * size :], size)
         # An entry that holds a block holds all before it, so the new ones are at the end.
         first = len(names)
         while first > known and names[first - 1] not in self.counts:
             first -= 1
         self.counts.update(names[known:])
         if first < len(names):
-            self._events.stored(names[first - 1] if first else root_name(b"", space), names[first:])
+            self._events.stored(names[first - 1] if first else root_name(space), names[first:])
 
     def remove(self, names: list[bytes]) -> None:
         """An entry holds none of its blocks any more."""

@@ -11,33 +11,45 @@ prefix is copied from another slot (even a running one) or loaded from the store
 adjacent, because the backend batches only adjacent slots.
 
 A slot's memory is allocated in full, so only as many exist as are needed: more when all run and a sequence arrives,
-fewer after a quiet time.
+fewer after a quiet time. The manager owns the parts and hands each what it needs:
+
+    places     the slots, the store, their index         room     fills slots, evicts from the store
+    loads      bring sequences back from disk            offload  writes what ends or leaves to disk
+    resizer    changes the number of slots
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from cllm.kv.events import Listener
-from cllm.kv.manager import PositionMismatchError
-from cllm.kv.memory import most_bytes
+from cllm.kv.manager import KVManager, PositionMismatchError
 from cllm.kv.operations import check_removal, check_shift, check_truncation, close_hole, open_hole
 from cllm.kv.ops import SlotGeometry, SlotOps
-from cllm.kv.pins import LostPin, PinMark, pinned_prefix
+from cllm.kv.pins import LostPin, PinMark
 from cllm.kv.radix import TOKEN_BYTES
 from cllm.kv.sequence import KVSequence
+from cllm.kv.sizing import most_bytes
 from cllm.kv.slots.index import CacheEntry, describe, entry_of
-from cllm.kv.slots.memory import SAVE_TAIL_TOKENS
-from cllm.kv.slots.offload import SlotOffload
+from cllm.kv.slots.loads import SequenceLoads
+from cllm.kv.slots.offload import SequenceOffload
+from cllm.kv.slots.pins import pin_sequence
+from cllm.kv.slots.places import SlotPlaces
+from cllm.kv.slots.resizing import SlotResizer
+from cllm.kv.slots.room import SlotRoom
 from cllm.kv.slots.sizes import SlotSizes, possible_sizes
 from cllm.kv.slots.view import number_of, slots_view
+from cllm.kv.tiers.disk_tier import DiskTier
+from cllm.kv.tiers.tiers import Tiers
 from cllm.kv.usage import KVUsage
 from cllm.kv.view import KVView
 
 
-class SlotKVManager(SlotOffload):
+class SlotKVManager(KVManager):
+    verifies = True
+
     def __init__(
         self,
         ops: SlotOps,
@@ -54,7 +66,8 @@ class SlotKVManager(SlotOffload):
         idle_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(
+        self.max_tokens = geometry.slot_tokens
+        self.places = SlotPlaces(
             ops,
             geometry,
             bytes_per_token=bytes_per_token,
@@ -64,22 +77,40 @@ class SlotKVManager(SlotOffload):
             pin_limit=pin_limit,
             clock=clock,
         )
+        self.tiers = Tiers(clock, self._notify_arrival)
+        self.offload = SequenceOffload(self.places, self.tiers, clock)
+        self.room = SlotRoom(self.places, self.offload, told=self._tell_eviction, clock=clock)
+        self.loads = SequenceLoads(self.places, self.room, self.tiers, clock)
         movable = store_bytes // most_bytes(geometry.slot_tokens, bytes_per_token) if geometry.at_start else 0
-        self._sizes = SlotSizes(possible_sizes(geometry.slots, movable), release_after_s)
-        self._idle_bytes = idle_bytes
+        sizes = SlotSizes(possible_sizes(geometry.slots, movable), release_after_s)
+        self.resizer = SlotResizer(self.places, self.room, sizes, idle_bytes=idle_bytes, clock=clock)
         self._threshold_bytes = int(store_bytes * eviction_threshold)
         self._max_sequences = max_sequences
-        self._queried = self._hit = self._peak = 0
+        self._clock = clock
+        self._queried = self._hit = self._peak = self._moves = 0
+
+    def use_disk(self, tier: DiskTier) -> None:
+        """From now on keep K/V on disk, and find them there."""
+        self.tiers.use_disk(tier)
 
     # -- admission ---------------------------------------------------------------------------------------------
 
     def peek(self, key: bytes, space: bytes = b"") -> int:
-        return self._index.find(key[:-TOKEN_BYTES], space)[0]
+        return self.places.index.find(key[:-TOKEN_BYTES], space)[0]
+
+    def fetch(self, sequence: KVSequence) -> bool:
+        self.tiers.know_speed(self.token_s)
+        return bool(self.tiers) and self.loads.queue.fetch(sequence)
+
+    @property
+    def loading(self) -> int:
+        return len(self.loads.queue)
 
     def admit(self, sequence: KVSequence) -> int | None:
-        if len(self._running_slots()) == len(self._slots):
-            self._take_more_slots()
-        cached, holders = self._index.find(sequence.prefix.tobytes()[:-TOKEN_BYTES], sequence.space)
+        places = self.places
+        if len(places.running_slots()) == len(places.slots):
+            self.resizer.take_more(self.demand)
+        cached, holders = places.index.find(sequence.prefix.tobytes()[:-TOKEN_BYTES], sequence.space)
         usable = [holder for holder in holders if self._shortest(holder) <= cached] if cached else []
         source = min(usable, key=CacheEntry.preference, default=None)
         cached = 0 if source is None else cached
@@ -87,8 +118,8 @@ class SlotKVManager(SlotOffload):
         if slot is None:
             return None
         if source is None:
-            self._vacate(slot)
-        elif not self._bring(source, slot, cached, sequence.space):
+            self.room.vacate(slot)
+        elif not self.room.bring(source, slot, cached, sequence.space):
             cached = 0
         self._occupy(slot, sequence, cached)
         if sequence.counts_as_query:
@@ -96,14 +127,40 @@ class SlotKVManager(SlotOffload):
             self._hit += cached
         return cached
 
+    def _choose_slot(self, source: CacheEntry | None) -> int | None:
+        """A slot next to the running ones, preferably the one that holds the prefix already."""
+        candidates = self.places.adjacent_slots()
+        if source is not None and source.slot in candidates:
+            return source.slot
+        free = (slot for slot in candidates if self.places.slots[slot] is None)
+        return next(free, candidates[0] if candidates else None)
+
+    def _shortest(self, source: CacheEntry) -> int:
+        """The shortest prefix of it that can be used."""
+        if source.slot is None:
+            assert source.saved is not None
+            return self.places.ops.shortest_saved(source.saved)
+        stays = source.owner is None and source.slot in self.places.adjacent_slots()
+        return self.places.ops.shortest(source.slot, moved=not stays)
+
+    def _occupy(self, slot: int, sequence: KVSequence, computed: int) -> None:
+        entry = CacheEntry(slot, sequence)
+        self.places.slots[slot] = entry
+        sequence.allocation = entry
+        sequence.slot = slot
+        sequence.room = self.max_tokens
+        sequence.num_computed = computed
+        self.places.index.extend(entry, sequence)
+        self.resizer.note_running()
+
     def fork(self, parent: KVSequence, child: KVSequence) -> bool:
         """Only into existing slots: adding some would invalidate the logits of the step under way. A child that finds
         none is admitted before the next step."""
         slot = self._choose_slot(None)
         if slot is None:
             return False
-        self._vacate(slot)
-        if not self._copied(parent.slot, slot, parent.held):
+        self.room.vacate(slot)
+        if not self.places.copied(parent.slot, slot, parent.held):
             return False
         child.dropped, child.kept = parent.dropped, parent.kept
         self._occupy(slot, child, parent.num_computed)
@@ -111,19 +168,20 @@ class SlotKVManager(SlotOffload):
 
     def arrange(self) -> None:
         """Move running sequences from the end into gaps, so that the backend can batch them."""
-        running = self._running_slots()
+        places = self.places
+        running = places.running_slots()
         while running and running[-1] - running[0] + 1 > len(running):
             gap = next(number for number in range(running[0], running[-1]) if number not in running)
-            entry = self._slots[running[-1]]
+            entry = places.slots[running[-1]]
             assert entry is not None and entry.owner is not None and entry.slot is not None
-            self._vacate(gap)
-            if not self._copied(entry.slot, gap, entry.owner.held):
+            self.room.vacate(gap)
+            if not places.copied(entry.slot, gap, entry.owner.held):
                 return
-            self._empty(entry.slot)
-            self._slots[gap] = entry
+            places.empty(entry.slot)
+            places.slots[gap] = entry
             entry.slot = entry.owner.slot = gap
             self._moves += 1
-            running = self._running_slots()
+            running = places.running_slots()
 
     def grow(self, sequence: KVSequence, count: int) -> bool:
         return sequence.end + count <= self.max_tokens
@@ -137,266 +195,187 @@ class SlotKVManager(SlotOffload):
         # Prompt chunks are indexed at once, for others to share; generated tokens when the sequence ends.
         entry = entry_of(sequence)
         if sequence.intact and sequence.num_computed - entry.length > 1:
-            self._index.extend(entry, sequence)
+            self.places.index.extend(entry, sequence)
 
     def verify(self, sequence: KVSequence) -> None:
-        held = self._ops.length(sequence.slot)
+        held = self.places.ops.length(sequence.slot)
         if held != sequence.end:
             raise PositionMismatchError(
                 f"slot {sequence.slot} holds {held} positions, but the sequence has {sequence.end}"
             )
 
     def rewind(self, sequence: KVSequence) -> None:
-        self._ops.remove(sequence.slot, sequence.end)
+        self.places.ops.remove(sequence.slot, sequence.end)
 
     def release(self, sequence: KVSequence, *, keep: bool = True) -> None:
-        entry = entry_of(sequence)
+        places, entry = self.places, entry_of(sequence)
         if keep and sequence.num_computed and sequence.intact:
-            self._index.extend(entry, sequence)
+            places.index.extend(entry, sequence)
             sequence.forget_memory()
             entry.owner, entry.offered = None, False
-            self._note_end()
-            shortest = self._ops.shortest(entry.slot, moved=True) if entry.slot is not None else 0
-            for other in self._index.covered_by(entry):
-                if other.owner is None and other.length >= shortest:
-                    self._discard(other)
+            self.offload.note_end()
+            places.discard_covered(entry, places.ops.shortest(entry.slot, moved=True) if entry.slot is not None else 0)
         else:
             sequence.forget_memory()
-            self._discard(entry)
-        self._note_running()
+            places.discard(entry)
+        self.resizer.note_running()
 
     # -- pins and events -----------------------------------------------------------------------------------------
 
     def pin(self, sequence: KVSequence, mark: PinMark) -> None:
-        """A pin is a copy of the whole sequence as bytes, beside the store and within its limit: what a backend saves
-        cannot be cut."""
-        tokens, pins = min(mark.tokens, len(sequence.tokens)), self._pins
-        if tokens < SAVE_TAIL_TOKENS:
-            pins.refuse(mark, f"it has {tokens} tokens, fewer than {SAVE_TAIL_TOKENS}")
-            return
-        if not sequence.intact or sequence.num_computed < tokens:
-            pins.refuse(mark, "it was not fully computed, or part of it has been dropped since")
-            return
-        of = pinned_prefix(sequence, tokens)
-        if pins.renew(of.id, mark):
-            return
-        needed = most_bytes(sequence.num_computed, self._bytes_per_token)
-        if not pins.fits(mark, sequence.space, lambda: self._pinned_bytes, lambda: needed):
-            return
-        self._make_room(needed, self._store_bytes)
-        if self._store.bytes + needed + self._reserved_bytes > self._store_bytes:
-            pins.refuse(mark, f"it needs {needed} bytes of the store, which are reserved for a load under way")
-            return
-        saved = self._read(entry_of(sequence))
-        if saved is None:
-            pins.refuse(mark, "the backend cannot save it")
-            return
-        entry = CacheEntry(sequence.slot, sequence)
-        self._index.extend(entry, sequence)
-        entry.owner = entry.slot = None
-        entry.saved, entry.pinned = saved, True
-        self._pinned_bytes += saved.nbytes
-        pins.add(of, entry, mark, saved.nbytes)
+        pin_sequence(self.places, self.room, sequence, mark)
 
     def unpin(self, name: str, space: bytes | None = None) -> bool:
-        return self._pins.remove(name, space)
-
-    def listen(self) -> Listener:
-        return self._events.listen()
+        return self.places.pins.remove(name, space)
 
     def lost_pins(self) -> list[LostPin]:
-        return self._pins.lost()
+        return self.places.pins.lost()
 
-    def _pinned_tokens(self) -> int:
-        return sum(pin.holder.length for pin in self._pins.by_id.values())
+    def listen(self) -> Listener:
+        return self.places.events.listen()
 
-    def _pin_details(self) -> dict[str, Any]:
-        return self._pins.details(self._pinned_bytes, number_of)
+    def held_names(self) -> tuple[int, set[bytes]]:
+        return self.places.events.number, set(self.places.index.names.counts)
 
     # -- operations on a sequence's memory -----------------------------------------------------------------------
 
     def remove_range(self, sequence: KVSequence, start: int, end: int) -> bool:
         check_removal(sequence, start, end)
-        self._ops.remove(sequence.slot, start, end)
+        self.places.ops.remove(sequence.slot, start, end)
         open_hole(sequence, start, end)
         if (entry := entry_of(sequence)).length > start:
-            self._index.cut_back(entry, sequence)
+            self.places.index.cut_back(entry, sequence)
         return True
 
     def shift(self, sequence: KVSequence, start: int, delta: int) -> None:
         """The backend re-rotates the keys."""
         check_shift(sequence, start, delta)
-        self._ops.shift(sequence.slot, start, None, delta)
+        self.places.ops.shift(sequence.slot, start, None, delta)
         close_hole(sequence)
 
     def truncate(self, sequence: KVSequence, length: int) -> int:
         check_truncation(sequence, length)
-        self._ops.remove(sequence.slot, length - sequence.dropped)
+        self.places.ops.remove(sequence.slot, length - sequence.dropped)
         sequence.num_computed = length
         if (entry := entry_of(sequence)).length > length:
-            self._index.cut_back(entry, sequence)
+            self.places.index.cut_back(entry, sequence)
         return length
 
     # -- upkeep ------------------------------------------------------------------------------------------------
 
     def maintain(self, budget_s: float) -> bool:
         """Reducing the number of slots cannot be interrupted and may exceed `budget_s`; it happens in quiet times."""
-        self._pins.expire()
-        more = self._keep(budget_s)
-        self._make_room(0, self._threshold_bytes)
+        places, more = self.places, False
+        places.pins.expire()
+        if self.tiers:
+            self.tiers.know_speed(self.token_s)
+            self.loads.queue.collect()
+            more = self.offload.work(budget_s)
+        self.room.make_room(0, self._threshold_bytes)
         if self._max_sequences is not None:
-            occupied = sum(entry is not None for entry in self._slots)
-            while len(self._store) and len(self._store) + occupied > self._max_sequences:
-                self._evict(self._store.oldest())
-        due = self._quiet_at()
+            occupied = sum(entry is not None for entry in places.slots)
+            while len(places.store) and len(places.store) + occupied > self._max_sequences:
+                self.room.evict(places.store.oldest())
+        due = self.resizer.quiet_at()
         if due is not None and due <= self._clock():
-            self._give_back()
+            self.resizer.give_back()
         return more
 
     def upkeep_at(self) -> float | None:
-        moments = (self._quiet_at(), self._disk_due_at(), self._pins.next_at)
+        moments = (
+            self.resizer.quiet_at(),
+            self.tiers.look_at(),
+            self.loads.queue.due_at(),
+            self.offload.due_at(),
+            self.places.pins.next_at,
+        )
         return min((moment for moment in moments if moment is not None), default=None)
 
-    def _quiet_at(self) -> float | None:
-        idle_at = self._sizes.idle_at()
-        return self._sizes.few_at(len(self._slots)) if idle_at is None else idle_at
+    def drain(self, seconds: float) -> None:
+        if self.tiers:
+            self.tiers.know_speed(self.token_s)
+            self.offload.drain(seconds)
+            self.loads.queue.end(seconds, self.tiers.flush)
 
     def reset(self) -> None:
-        super().reset()
-        self._note_running()
+        self.places.reset()
+        self.resizer.note_running()
 
     def usage(self) -> KVUsage:
-        running = [entry.owner for entry in self._slots if entry is not None and entry.owner is not None]
-        held, slots = self._held_in_slots(), len(self._slots)
+        places, resizer = self.places, self.resizer
+        running = [entry.owner for entry in places.slots if entry is not None and entry.owner is not None]
+        held, slots, geometry = places.held_in_slots(), len(places.slots), places.geometry
         used = len(running) + len(held)
-        pinned = self._pinned_tokens()
+        pinned = sum(pin.holder.length for pin in places.pins.by_id.values())
         referenced = sum(owner.held for owner in running) + pinned
-        evictable = sum(entry.length for entry in held) + self._store.tokens
-        total = self._geometry.tokens + self._store_bytes // self._bytes_per_token
+        evictable = sum(entry.length for entry in held) + places.store.tokens
+        total = geometry.tokens + places.store_bytes // places.bytes_per_token
         self._peak = max(self._peak, referenced)
         # Slots that are not allocated yet are free, too.
-        state = "".join("." if entry is None else " " for entry in self._slots)
-        free_runs = state.ljust(self._geometry.slots, ".").split()
+        state = "".join("." if entry is None else " " for entry in places.slots)
+        free_runs = state.ljust(geometry.slots, ".").split()
         return KVUsage(
             layout="slots",
             unit_tokens=1,
-            bytes_per_unit=self._bytes_per_token,
+            bytes_per_unit=places.bytes_per_token,
             total=total,
             free=total - evictable - referenced,
             evictable=evictable,
             referenced=referenced,
             peak=self._peak,
             sequences_running=len(running),
-            sequences_held=len(held) + len(self._store) + len(self._pins),
+            sequences_held=len(held) + len(places.store) + len(places.pins),
             free_segments=len(free_runs),
-            largest_free_span=max(map(len, free_runs), default=0) * self._geometry.slot_tokens,
-            evictions=self._evictions,
+            largest_free_span=max(map(len, free_runs), default=0) * geometry.slot_tokens,
+            evictions=self.room.evictions,
             allocation_failures=self.allocation_failures,
             compactions=self._moves,
-            moved_bytes=self._moved_bytes,
+            moved_bytes=places.moved_bytes,
             query_tokens=self._queried,
             hit_tokens=self._hit,
             extents_used=used,
             extents_needed=used,
             extents_ready=slots - used,
-            extents_fresh=self._geometry.slots - slots,
-            extent_bytes=self._slot_bytes,
-            resident_bytes=slots * self._slot_bytes + self._store.bytes + self._pinned_bytes,
-            released_bytes=self._released_bytes,
-            upkeep_failures=self._resizes_failed,
+            extents_fresh=geometry.slots - slots,
+            extent_bytes=places.slot_bytes,
+            resident_bytes=slots * places.slot_bytes + places.store.bytes + places.pinned_bytes,
+            released_bytes=resizer.released_bytes,
+            upkeep_failures=resizer.failed,
             slots=slots,
-            context_rebuilds=self._resizes,
-            disk=self._disk_numbers(),
-            pins=len(self._pins),
+            context_rebuilds=resizer.resizes,
+            disk=self.tiers.disk_numbers(self.loading),
+            pins=len(places.pins),
             pinned=pinned,
-            pins_refused=self._pins.refused,
-            blocks_stored=self._events.blocks_stored,
-            blocks_removed=self._events.blocks_removed,
+            pins_refused=places.pins.refused,
+            blocks_stored=places.events.blocks_stored,
+            blocks_removed=places.events.blocks_removed,
         )
 
     def details(self) -> dict[str, Any]:
+        places = self.places
         return {
-            "slots": [describe(entry) for entry in self._slots],
-            "slots_now": len(self._slots),
-            "slots_at_most": self._geometry.slots,
-            "slot_tokens": self._geometry.slot_tokens,
-            "slot_bytes": self._slot_bytes,
-            "rebuilds": self._resizes,
-            "moved_bytes": self._moved_bytes,
-            "store": self._store_details(),
-            "disk": self._disk_details(),
-            "pins": self._pin_details(),
+            "slots": [describe(entry) for entry in places.slots],
+            "slots_now": len(places.slots),
+            "slots_at_most": places.geometry.slots,
+            "slot_tokens": places.geometry.slot_tokens,
+            "slot_bytes": places.slot_bytes,
+            "rebuilds": self.resizer.resizes,
+            "moved_bytes": places.moved_bytes,
+            "store": {
+                "sequences": len(places.store),
+                "tokens": places.store.tokens,
+                "bytes": places.store.bytes,
+                "coming_bytes": places.coming_bytes,
+                "capacity_bytes": places.store_bytes,
+            },
+            "disk": self.tiers.disk_details(self.loading),
+            "pins": places.pins.details(places.pinned_bytes, number_of),
         }
 
-    def held_names(self) -> tuple[int, set[bytes]]:
-        return self._events.number, set(self._index.names.counts)
-
     def view(self) -> KVView:
-        saved = [*(pin.holder for pin in self._pins.by_id.values()), *self._store.entries]
-        return slots_view(self._slots, saved, self._geometry, self._bytes_per_token)
+        places = self.places
+        saved = [*(pin.holder for pin in places.pins.by_id.values()), *places.store.entries]
+        return slots_view(places.slots, saved, places.geometry, places.bytes_per_token)
 
-    # -- inside: slots -----------------------------------------------------------------------------------------
-
-    def _choose_slot(self, source: CacheEntry | None) -> int | None:
-        """A slot next to the running ones, preferably the one that holds the prefix already."""
-        candidates = self._adjacent_slots()
-        if source is not None and source.slot in candidates:
-            return source.slot
-        for slot in candidates:
-            if self._slots[slot] is None:
-                return slot
-        return candidates[0] if candidates else None
-
-    def _shortest(self, source: CacheEntry) -> int:
-        """The shortest prefix of it that can be used."""
-        if source.slot is None:
-            assert source.saved is not None
-            return self._ops.shortest_saved(source.saved)
-        stays = source.owner is None and source.slot in self._adjacent_slots()
-        return self._ops.shortest(source.slot, moved=not stays)
-
-    def _take_more_slots(self) -> None:
-        """All slots run and a sequence arrives. Without memory for more, nothing changes."""
-        slots = self._sizes.larger(len(self._slots), self.demand, self._clock())
-        if slots is not None:
-            if self._resize(slots):
-                self._sizes.grown()
-            self._note_running()
-
-    def _give_back(self) -> None:
-        """It has been quiet: keep only the slots that are needed, and when idle only as much saved as may stay."""
-        if self._running_slots():
-            self._sizes.few_done()
-            self._resize(self._sizes.smaller())
-            self._note_running()
-            return
-        self._sizes.idle_done()
-        # Saved sequences come first: they take no more memory than they need.
-        room = (self._idle_bytes - self._store.bytes - self._pinned_bytes) // self._slot_bytes
-        needed = self._sizes.at_least(len(self._held_in_slots()))
-        slots = self._sizes.at_most(min(room, needed, len(self._slots)))
-        if slots < len(self._slots):
-            self._resize(slots)
-        self._make_room(0, max(0, self._idle_bytes - len(self._slots) * self._slot_bytes))
-
-    def _note_running(self) -> None:
-        self._sizes.note(len(self._slots), len(self._running_slots()), self._clock())
-
-    def _adjacent_slots(self) -> list[int]:
-        running = self._running_slots()
-        if not running:
-            return list(range(len(self._slots)))
-        low, high = running[0], running[-1]
-        if gaps := sorted(set(range(low, high)).difference(running)):
-            return gaps
-        return [slot for slot in (high + 1, low - 1) if 0 <= slot < len(self._slots)]
-
-    def _occupy(self, slot: int, sequence: KVSequence, computed: int) -> None:
-        entry = CacheEntry(slot, sequence)
-        self._slots[slot] = entry
-        sequence.allocation = entry
-        sequence.slot = slot
-        sequence.room = self.max_tokens
-        sequence.num_computed = computed
-        self._index.extend(entry, sequence)
-        self._note_running()
+    def examine(self) -> Iterator[int]:
+        yield from self.places.examine()

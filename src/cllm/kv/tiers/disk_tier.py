@@ -1,11 +1,9 @@
-"""The disk as one manager sees it: the names of its blocks there, and whether loading them pays."""
+"""The disk as one manager sees it: which part of the store is its model's, and whether loading pays."""
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 
-from cllm.kv.block_names import chain
 from cllm.kv.disk.store import DiskStore, ModelStore
 from cllm.kv.tiers.tier import LEAST_TOKENS, Tier
 from cllm.kv.usage import DiskNumbers
@@ -50,14 +48,6 @@ class DiskTier(Tier):
         """None: the disk cannot be used, yet or any more."""
         model_store = self._model_store
         return model_store if self.working and model_store is not None and model_store.ready() else None
-
-    def names(self, model_store: ModelStore, space: bytes, tokens: array[int] | bytes) -> list[bytes]:
-        """The names of all whole blocks of a sequence of `space`."""
-        return self.next_names(model_store.root(space), tokens)
-
-    def next_names(self, last: bytes, tokens: array[int] | bytes) -> list[bytes]:
-        """The names of all whole blocks of `tokens`, which follow the block named `last`."""
-        return chain(last, tokens, self.block_tokens)
 
     def wait_limit(self, blocks: int, nbytes: int) -> float | None:
         """How long to wait for `nbytes` instead of computing `blocks` blocks. None: compute them."""

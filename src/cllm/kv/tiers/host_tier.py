@@ -11,7 +11,6 @@ and the device waits for the copy before it overwrites a block that is still bei
 from __future__ import annotations
 
 import logging
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm.errors import BackendError, describe
-from cllm.kv.block_names import chain
+from cllm.kv.block_names import TOKEN_BYTES, chain
 from cllm.kv.ops import Copying, HostRows
 from cllm.kv.throughput import GUESS_BYTES, Throughput
 from cllm.kv.tiers.tier import LEAST_TOKENS, Tier
@@ -145,12 +144,12 @@ class HostTier(Tier):
 
     # -- copying in --------------------------------------------------------------------------------------------
 
-    def find(self, parent: bytes, tokens: array[int]) -> list[bytes]:
+    def find(self, parent: bytes, tokens: bytes) -> list[bytes]:
         """The names of the blocks held here for the tokens that follow the block `parent`."""
         names: list[bytes] = []
-        step = self.block_tokens
+        step = self.block_tokens * TOKEN_BYTES
         for start in range(0, len(tokens) // step * step, step):
-            (parent,) = chain(parent, tokens[start : start + step], step)
+            (parent,) = chain(parent, tokens[start : start + step], self.block_tokens)
             if parent not in self._row_of:
                 break
             names.append(parent)

@@ -28,7 +28,8 @@ class Conversation:
     def of(cls, body: MessagesInput) -> Conversation:
         made = cls()
         made._add_system(body.system)
-        made._mark_tools([tool.cache_control for tool in body.tools or ()])
+        for tool in body.tools or ():  # templates write tools into the system message, or next to it
+            made._mark(tool.cache_control)
         for number, message in enumerate(body.messages):
             made._add(message, f"messages[{number}]")
         made._join()
@@ -47,11 +48,6 @@ class Conversation:
         for block in system if isinstance(system, list) else ():
             self._say("system", block.text)
             self._mark(block.cache_control)
-
-    def _mark_tools(self, controls: Sequence[CacheControl | None]) -> None:
-        """Templates write tools into the system message, or next to it."""
-        for control in controls:
-            self._mark(control)
 
     def _add(self, message: Message, where: str) -> None:
         if isinstance(message.content, str):

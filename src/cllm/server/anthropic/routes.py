@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 
 from cllm.server.anthropic.render import MessageEvents, MessageStream, message_pieces
 from cllm.server.anthropic.replies import AnthropicError, MessageReply, TokenCount
@@ -14,7 +14,7 @@ from cllm.server.http.response import SlicedJsonResponse, unless_gone
 from cllm.server.inference.blocks import ContentBlocks
 from cllm.server.inference.chat import ChatInput, open_chat, tokens_of_chat
 from cllm.server.inference.streams import collect
-from cllm.server.schema.body import json_body
+from cllm.server.schema.body import JsonBody
 from cllm.server.schema.replies import error_responses, event_stream
 from cllm.server.schema.tools import NamedTool, ToolChoice
 from cllm.server.state import State
@@ -31,9 +31,7 @@ router = APIRouter(prefix="/v1/messages", tags=["Anthropic"])
 
 
 @router.post("", response_model=MessageReply, responses={**_ERRORS, **event_stream(_STREAM)})
-async def messages(
-    body: Annotated[MessagesRequest, Depends(json_body(MessagesRequest))], request: Request, state: State
-) -> Response:
+async def messages(body: JsonBody[MessagesRequest], request: Request, state: State) -> Response:
     """Answer the last message of a conversation, or continue it if it is the assistant's."""
     chat = await open_chat(state, request, _chat_input(body, body.max_tokens), "msg_")
     if body.metadata is not None and body.metadata.user_id is not None:
@@ -46,9 +44,7 @@ async def messages(
 
 
 @router.post("/count_tokens", responses=_ERRORS)
-async def count_tokens(
-    body: Annotated[CountRequest, Depends(json_body(CountRequest))], request: Request, state: State
-) -> TokenCount:
+async def count_tokens(body: JsonBody[CountRequest], request: Request, state: State) -> TokenCount:
     """Count the prompt tokens of a conversation, with system prompt and tools. Nothing is generated."""
     return TokenCount(input_tokens=len(await tokens_of_chat(state, request, _chat_input(body, 1))))
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, PrivateAttr, Tag, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
@@ -28,7 +29,6 @@ from cllm.server.schema.validation import (
     END_USER,
     WHOLE,
     AtMost,
-    Hint,
     Int32,
     ModelName,
     MustBe,
@@ -49,10 +49,11 @@ _NO_SERVER_TOOL = "; this server has no tools of its own: send a tool with a nam
 
 
 class TextBlock(RequestModel):
+    hints = frozenset({"citations"})
+
     type: Literal["text"]
     text: Text
     cache_control: CacheControl | None = Field(None, description=_MARK)
-    citations: Hint = None
 
 
 TextOnly = Annotated[TextBlock, known_kinds(("text",), _NO_TEXT)]
@@ -61,30 +62,32 @@ TextOrBlocks = Annotated[Text | TextBlocks, _TEXT_OR_BLOCKS]
 
 
 class ToolUseBlock(RequestModel):
+    hints = frozenset({"caller", "toolset_name"})
+
     type: Literal["tool_use"]
     id: CallId
     name: CallId
     input: JsonObject
     cache_control: CacheControl | None = Field(None, description=_MARK)
-    caller: Hint = None
-    toolset_name: Hint = None
 
 
 class ToolResultBlock(RequestModel):
+    hints = frozenset({"toolset_name"})
+
     type: Literal["tool_result"]
     tool_use_id: CallId
     content: TextOrBlocks | None = None
     is_error: bool | None = Field(None, description="Tells the model that this is an error.")
     cache_control: CacheControl | None = Field(None, description=_MARK)
-    toolset_name: Hint = None
 
 
 class ThinkingBlock(RequestModel):
     """Given to the chat template as reasoning, whichever model it came from."""
 
+    hints = frozenset({"signature"})
+
     type: Literal["thinking"]
     thinking: Text
-    signature: Hint = None
 
 
 class RedactedThinkingBlock(RequestModel):
@@ -113,6 +116,7 @@ class Message(RequestModel):
 
 
 class CustomTool(RequestModel):
+    hints = frozenset({"eager_input_streaming"})
     unsupported: ClassVar[Unsupported] = {"defer_loading": (False,), "allowed_callers": (["direct"],)}
 
     type: Literal["custom"] | None = None
@@ -124,7 +128,6 @@ class CustomTool(RequestModel):
     )
     strict: bool | None = Field(None, description="Calls are guaranteed to fit the schema.")
     cache_control: CacheControl | None = Field(None, description=_MARK)
-    eager_input_streaming: Hint = None
 
     def plain(self) -> Tool:
         description = self.description
@@ -153,7 +156,7 @@ class ToolChoiceFields(RequestModel):
 
 
 class Thinking(RequestModel):
-    hints: ClassVar[frozenset[str]] = frozenset({"block_binding"})
+    hints = frozenset({"block_binding"})
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Int32 | None = Field(None, description="A hint: max_tokens is the limit of both.")
@@ -170,7 +173,7 @@ class JsonFormat(TypedDict):  # a pydantic model cannot have a field `schema`
 
 
 class OutputConfig(RequestModel):
-    hints: ClassVar[frozenset[str]] = frozenset({"task_budget"})
+    hints = frozenset({"task_budget"})
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="Given to the chat template as reasoning_effort."
@@ -189,10 +192,11 @@ def _clears_thinking(kind: str) -> str:
 
 
 class ContextEdit(RequestModel):
+    hints = frozenset({"keep"})
+
     type: Annotated[str, AfterValidator(_clears_thinking), Field(json_schema_extra={"pattern": "^clear_thinking_"})] = (
         Field(description="A hint: which earlier thinking the model sees is up to its chat template.")
     )
-    keep: Hint = None
 
 
 class ContextManagement(RequestModel):
@@ -201,6 +205,8 @@ class ContextManagement(RequestModel):
 
 class MessagesInput(SamplingFields):
     """The fields that make the prompt, for answering and for counting tokens."""
+
+    hints = frozenset({"speed", "user_profile_id", "workspace_id"})
 
     model: ModelName | None = Field(None, description="A name from GET /v1/models. Default: the one served.")
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1), AtMost("max_messages", "messages")]
@@ -217,12 +223,6 @@ class MessagesInput(SamplingFields):
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = Field(None, description="The old name of output_config.format.")
     context_management: ContextManagement | None = None
-    speed: Hint = None
-    user_profile_id: Hint = None
-    workspace_id: Hint = None
-
-    _conversation: Conversation = PrivateAttr()
-    _tools: list[Tool] = PrivateAttr()
 
     def contradictions(self) -> Iterator[PydanticCustomError]:
         yield from super().contradictions()
@@ -235,20 +235,16 @@ class MessagesInput(SamplingFields):
             yield refusal("tool_choice", "is only allowed together with tools")
         if self.output_format is not None and self.output_config is not None and self.output_config.format is not None:
             yield refusal("output_format", "is the old name of output_config.format; send one of them")
-        yield from raised_by(self._convert)
+        # Here, because bodies are validated where that does not block others.
+        yield from raised_by(lambda: (self.conversation, self.chat_tools))
 
-    def _convert(self) -> None:
-        """Here, because bodies are validated where that does not block others."""
-        self._conversation = Conversation.of(self)
-        self._tools = [tool.plain() for tool in self.tools or ()]
-
-    @property
+    @cached_property
     def conversation(self) -> Conversation:
-        return self._conversation
+        return Conversation.of(self)
 
-    @property
+    @cached_property
     def chat_tools(self) -> list[Tool]:
-        return self._tools
+        return [tool.plain() for tool in self.tools or ()]
 
     def _of_this_api(self) -> Structure | None:
         if self.output_format is not None:
@@ -260,7 +256,7 @@ class MessagesInput(SamplingFields):
 
 class CountRequest(MessagesInput):
     model_config = ConfigDict(json_schema_extra={"example": {"messages": [{"role": "user", "content": "Hello"}]}})
-    hints: ClassVar[frozenset[str]] = frozenset({"compaction"})
+    hints = MessagesInput.hints | {"compaction"}
     unsupported: ClassVar[Unsupported] = {"container": (), "mcp_servers": ([],), "thread": ()}
 
 
@@ -270,6 +266,7 @@ class MessagesRequest(MessagesInput):
             "example": {"max_tokens": 64, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
         }
     )
+    hints = MessagesInput.hints | {"diagnostics", "fallback_credit_token", "inference_geo", "service_tier"}
     unsupported: ClassVar[Unsupported] = {"compaction": (), "container": (), "mcp_servers": ([],), "thread": ()}
 
     max_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] = Field(
@@ -278,11 +275,7 @@ class MessagesRequest(MessagesInput):
     stream: bool | None = Field(None, description="Stream the answer as server-sent events.")
     stop_sequences: StopStrings | None = Field(None, description="Stop before any of these strings.")
     metadata: Metadata | None = None
-    fallback_credit_token: Hint = None
     fallbacks: Annotated[Any, Field(description="A hint: they are for refusals of a policy, and there is none.")] = None
-    service_tier: Hint = None
-    inference_geo: Hint = None
-    diagnostics: Hint = None
 
     def contradictions(self) -> Iterator[PydanticCustomError]:
         yield from super().contradictions()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cllm.engine.params import SamplingParams
+from cllm.engine.submission import Submission
 from cllm.engine.tenant import Tenant
 from cllm.errors import CLLMError, InvalidRequestError, ShuttingDownError
 from cllm.server.cllm.generate_schema import BenchmarkData, BenchmarkRequest, BenchmarkRow, Percentiles
@@ -49,7 +50,7 @@ async def _measure(
     started = perf_counter()
     first: float | None = None
     error: str | None = None
-    completions = CompletionStream(llm, [prompt], params, request_id=request_id, tenant=tenant)
+    completions = CompletionStream(llm, [Submission(prompt, params, request_id, tenant=tenant)])
     try:
         async with completions:
             async for _ in completions:

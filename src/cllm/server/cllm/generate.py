@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 
+from cllm.engine.submission import Submission
 from cllm.generation import Completion
 from cllm.server.cllm.benchmark import run_benchmark
 from cllm.server.cllm.generate_schema import (
@@ -36,11 +37,11 @@ from cllm.server.http.response import (
     unless_gone,
 )
 from cllm.server.inference.pins import pins_of
-from cllm.server.inference.streams import CompletionStream, collect
-from cllm.server.schema.body import json_body
+from cllm.server.inference.streams import CompletionStream, collect, sent_by
+from cllm.server.schema.body import JsonBody
 from cllm.server.schema.replies import error_responses, event_stream
 from cllm.server.schema.structure import compiled
-from cllm.server.state import ServerState, State, session_of, tenant_of, time_left
+from cllm.server.state import ServerState, State, tenant_of
 from cllm.text.token_limit import TokenLimit
 
 if TYPE_CHECKING:
@@ -50,8 +51,6 @@ _ERRORS = error_responses(FailureReply, 400, 401, 404, 408, 413, 429, 500, 503)
 _STREAM = 'data: {"id":"gen-1","token":[318],"text":" is","done":false}'
 
 router = APIRouter(tags=["cLLM"])
-
-_GenerateBody = Annotated[GenerateRequest, Depends(json_body(GenerateRequest))]
 
 
 class _Run:
@@ -98,7 +97,7 @@ class _GenerateEvents:
 
 
 @router.post("/generate", response_model=GenerateReply, responses=_ERRORS)
-async def generate(body: _GenerateBody, request: Request, state: State) -> Response:
+async def generate(body: JsonBody[GenerateRequest], request: Request, state: State) -> Response:
     """Continue a prompt."""
     run, completions = await _prepare(body, request, state)
 
@@ -108,7 +107,7 @@ async def generate(body: _GenerateBody, request: Request, state: State) -> Respo
 
 
 @router.post("/generate_stream", response_class=Response, responses={**_ERRORS, **event_stream(_STREAM)})
-async def generate_stream(body: _GenerateBody, request: Request, state: State) -> Response:
+async def generate_stream(body: JsonBody[GenerateRequest], request: Request, state: State) -> Response:
     """Continue a prompt as server-sent events: `token` holds the new token ids, `text` the new text."""
     run, completions = await _prepare(body, request, state)
     events = _GenerateEvents(run)
@@ -118,9 +117,7 @@ async def generate_stream(body: _GenerateBody, request: Request, state: State) -
 @router.post(
     "/encode", response_model=EncodeReply, responses=error_responses(FailureReply, 400, 401, 404, 413, 500, 503)
 )
-async def encode(
-    body: Annotated[EncodeRequest, Depends(json_body(EncodeRequest))], request: Request, state: State
-) -> Response:
+async def encode(body: JsonBody[EncodeRequest], request: Request, state: State) -> Response:
     """The tokens of a text."""
     model = await state.model(body.model, request)
     most = state.config.server.max_encode_tokens
@@ -129,9 +126,7 @@ async def encode(
 
 
 @router.post("/benchmark", response_model=BenchmarkReply, responses={**_ERRORS, **error_responses(FailureReply, 403)})
-async def benchmark(
-    body: Annotated[BenchmarkRequest, Depends(json_body(BenchmarkRequest))], request: Request, state: State
-) -> Response:
+async def benchmark(body: JsonBody[BenchmarkRequest], request: Request, state: State) -> Response:
     """Run a small benchmark on this server, one at a time."""
     model = await state.model(body.model, request)
     if state.benchmark_running:
@@ -157,25 +152,25 @@ async def benchmark(
 async def model_info(state: State, model: str | None = None) -> ModelInfoReply:
     """The model being served, and what a token of it costs."""
     shown = state.loaded(model)
-    llm, shape, kv = shown.llm, shown.llm.shape, shown.llm.snapshot().kv
+    llm, spec, kv = shown.llm, shown.llm.text.spec, shown.llm.executor.snapshot().kv
     info = ModelInfo(
         name=shown.served_name,
-        backend=llm.backend_name,
-        architecture=shape.architecture,
-        layers=shape.n_layers,
-        embedding_size=shape.n_embd,
-        heads=shape.n_heads,
-        kv_heads=shape.n_kv_heads,
-        vocab_size=shape.n_vocab,
-        context_length=llm.max_context,
-        trained_context_length=shape.context_length,
+        backend=llm.text.facts.traits.name,
+        architecture=spec.architecture,
+        layers=spec.n_layers,
+        embedding_size=spec.n_embd,
+        heads=spec.layers[0].attention.n_heads,
+        kv_heads=spec.layers[0].attention.n_kv_heads,
+        vocab_size=spec.n_vocab,
+        context_length=llm.text.max_context,
+        trained_context_length=spec.context_length,
         kv_layout=kv.layout,
         kv_type_k=shown.config.resources.kv_type_k,
         kv_type_v=shown.config.resources.kv_type_v,
         kv_bytes_per_token=kv.bytes_per_unit // kv.unit_tokens,
         kv_bytes_total=kv.total * kv.bytes_per_unit,
-        sampling_defaults=dict(llm.sampling_defaults.values),
-        sampling_defaults_from=dict(llm.sampling_defaults.sources),
+        sampling_defaults=dict(llm.text.sampling_defaults.values),
+        sampling_defaults_from=dict(llm.text.sampling_defaults.sources),
     )
     return ModelInfoReply(data=info)
 
@@ -193,16 +188,7 @@ async def _prepare(body: GenerateRequest, request: Request, state: ServerState) 
     params = body.sampling(max_tokens=max_tokens)
     model = await state.model(body.model, request, body.timeout)
     prompt = await model.encoder.encode_prompt(body.prompt, params)
-    completions = CompletionStream(
-        model.llm,
-        [prompt],
-        params,
-        request_id=run.id,
-        priority=body.priority,
-        timeout_s=time_left(request, model, body.timeout),
-        session=session_of(request),
-        tenant=tenant_of(request),
-        pins=[pins_of(model, body.cache_control, prompt)],
-        grammar=await compiled(model.llm, params),
-    )
-    return run, completions
+    pins, grammar = pins_of(model, body.cache_control, prompt), await compiled(model.llm, params)
+    asked = Submission(prompt, params, pins=pins, grammar=grammar)
+    sent = sent_by(request, model, [asked], run.id, priority=body.priority, timeout=body.timeout)
+    return run, CompletionStream(model.llm, sent)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from pydantic import ConfigDict, Field
 
 from cllm.server.openai.replies import ServedCard
 from cllm.server.openai.routes import served_card
-from cllm.server.schema.body import json_body
+from cllm.server.schema.body import JsonBody
 from cllm.server.schema.replies import ErrorReply, error_responses
 from cllm.server.schema.validation import ModelName, RequestModel
-from cllm.server.state import State
+from cllm.server.state import ServerState, State
+
+if TYPE_CHECKING:
+    from cllm.served.model_set import Sharing
 
 router = APIRouter(prefix="/models", tags=["Models"])
 
@@ -30,18 +33,22 @@ class UnloadRequest(LoadRequest):
 
 
 @router.post("/load", responses=_ERRORS)
-async def load(body: Annotated[LoadRequest, Depends(json_body(LoadRequest))], state: State) -> ServedCard:
+async def load(body: JsonBody[LoadRequest], state: State) -> ServedCard:
     """Load a model; answered when it is ready. Others may be unloaded to make room."""
-    assert state.several is not None
-    served = state.find(body.model)
-    await state.several.load(served)
+    sharing, served = _sharing(state), state.find(body.model)
+    await sharing.load(served)
     return served_card(served, state.created, sees_all=True)
 
 
 @router.post("/unload", responses={**_ERRORS, **error_responses(ErrorReply, 409)})
-async def unload(body: Annotated[UnloadRequest, Depends(json_body(UnloadRequest))], state: State) -> ServedCard:
+async def unload(body: JsonBody[UnloadRequest], state: State) -> ServedCard:
     """Unload a model. If it has running requests, refuse (409), or wait for them. The next request loads it again."""
-    assert state.several is not None
-    served = state.find(body.model)
-    await state.several.unload(served, wait=bool(body.wait))
+    sharing, served = _sharing(state), state.find(body.model)
+    await sharing.unload(served, wait=bool(body.wait))
     return served_card(served, state.created, sees_all=True)
+
+
+def _sharing(state: ServerState) -> Sharing:
+    """These routes are there only if there is something to share."""
+    assert state.serves.sharing is not None
+    return state.serves.sharing

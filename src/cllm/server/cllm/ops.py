@@ -14,7 +14,10 @@ from cllm.server.schema.replies import ErrorReply, error_responses
 from cllm.server.state import State
 
 if TYPE_CHECKING:
-    from cllm.served import ServedModels
+    from collections.abc import Sequence
+
+    from cllm.served import ServedModel
+    from cllm.served.model_set import Sharing
 
 router = APIRouter(tags=["Operations"])
 
@@ -35,12 +38,8 @@ class Readiness(BaseModel):
 @router.get("/health")
 async def health(state: State) -> Health:
     """The process is alive. Needs no API key."""
-    if state.several is not None:
-        loaded = [served.name for served in state.several.models if served.ready]
-        return Health(status="ok", model_loaded=bool(loaded), model=loaded[0] if loaded else None)
-    assert state.one is not None
-    is_loaded = state.one.llm.ready
-    return Health(status="ok", model_loaded=is_loaded, model=state.one.served_name if is_loaded else None)
+    loaded = [name for name, _ in state.running()]
+    return Health(status="ok", model_loaded=bool(loaded), model=loaded[0] if loaded else None)
 
 
 @router.head("/ready", include_in_schema=False)
@@ -70,19 +69,20 @@ async def kv(state: State, model: str | None = None) -> dict[str, Any]:
     """The KV cache: sizes, sequences, what is held. Of several models, that of `model` or of the first that is loaded,
     beside what all of them take (`models`), which is there alone if none is loaded."""
     await state.serves.refresh()
-    several = state.several
-    if several is None:
-        return state.loaded(model).llm.kv()
-    shown = model or next((served.name for served in several.models if served.ready), None)
-    content = {} if shown is None else state.loaded(shown).llm.kv()
-    return {"model": None if shown is None else state.find(shown).name, **content, "models": _models(several)}
+    sharing = state.serves.sharing
+    if sharing is None:
+        return state.loaded(model).llm.executor.kv()
+    shown = model or next((name for name, _ in state.running()), None)
+    content = {} if shown is None else state.loaded(shown).llm.executor.kv()
+    name = None if shown is None else state.find(shown).name
+    return {"model": name, **content, "models": _models(sharing, state.serves.models)}
 
 
-def _models(several: ServedModels) -> dict[str, Any]:
+def _models(sharing: Sharing, models: Sequence[ServedModel]) -> dict[str, Any]:
     """What each takes of the memory that all share."""
-    taken = {status.name: status for status in several.account_status()}
+    taken = {status.name: status for status in sharing.account_status()}
     return {
-        "budget_bytes": several.budget,
+        "budget_bytes": sharing.budget,
         "resident_bytes": resident_bytes(),
         "taken_bytes": sum(status.fixed + status.kv for status in taken.values()),
         "models": [
@@ -92,6 +92,6 @@ def _models(several: ServedModels) -> dict[str, Any]:
                 "fixed_bytes": taken[served.name].fixed if served.name in taken else 0,
                 "kv_bytes": taken[served.name].kv if served.name in taken else 0,
             }
-            for served in several.models
+            for served in models
         ],
     }

@@ -72,7 +72,7 @@ def _visible(state: ServerState, request: Request) -> Iterator[tuple[str, AsyncL
     sees_all, tenant = is_operator(request), tenant_of(request)
     for name, llm in state.running():
         for found in llm.requests():
-            if sees_all or found.tenant == tenant:
+            if sees_all or found.submission.tenant == tenant:
                 yield name, llm, found
 
 
@@ -95,6 +95,6 @@ def _card(model: str, request: EngineRequest, now: float) -> RequestCard:
         generated_tokens=view.generated,
         answers=view.answers,
         age_s=round(view.age_s, 3),
-        priority=request.priority,
-        key=request.tenant.name,
+        priority=request.submission.priority,
+        key=request.submission.tenant.name,
     )

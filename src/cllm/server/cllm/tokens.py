@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
@@ -21,8 +21,8 @@ from cllm.server.inference.chat import ChatInput, open_chat, tokens_of_chat
 from cllm.server.openai.routes import chat_input_of
 from cllm.server.openai.schema import ChatRequest
 from cllm.server.responses.replies import InputTokensReply
-from cllm.server.schema.body import json_body
-from cllm.server.schema.messages import ChatMessage
+from cllm.server.schema.body import JsonBody
+from cllm.server.schema.messages import Messages
 from cllm.server.schema.replies import ErrorReply, error_responses
 from cllm.server.schema.tools import Tools
 from cllm.server.schema.validation import AtMost, ModelName, RequestModel, Text, TokenIds, Unsupported, refusal
@@ -66,9 +66,7 @@ class TokenizeRequest(RequestModel):
     model: ModelName | None = Field(None, description="A name from GET /v1/models. Default: the one served.")
     prompt: Text | None = Field(None, description="A text as POST /v1/completions takes it: special tokens by name.")
     content: Text | None = Field(None, description="The same in llama-server's words, without BOS.")
-    messages: (
-        Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1), AtMost("max_messages", "messages")] | None
-    ) = Field(None, description="A chat as POST /v1/chat/completions takes it.")
+    messages: Messages | None = Field(None, description="A chat as POST /v1/chat/completions takes it.")
     add_special_tokens: bool | None = Field(
         None, description="Begin `prompt` with BOS, if the model does. Default true."
     )
@@ -148,22 +146,18 @@ class Version(BaseModel):
 
 
 @router.post("/tokenize", response_model=TokenizeReply, responses=_ERRORS)
-async def tokenize(
-    body: Annotated[TokenizeRequest, Depends(json_body(TokenizeRequest))], request: Request, state: State
-) -> Response:
+async def tokenize(body: JsonBody[TokenizeRequest], request: Request, state: State) -> Response:
     """The tokens of a text or a chat."""
     model = await state.model(body.model, request)
     tokens = await _tokens_of(body, request, state, model)
-    return SlicedJsonResponse(_tokenize_pieces(body, tokens, model.llm.tokenizer, model.llm.max_context))
+    return SlicedJsonResponse(_tokenize_pieces(body, tokens, model.llm.text.tokenizer, model.llm.text.max_context))
 
 
 @router.post("/detokenize", response_model=DetokenizeReply, responses=_ERRORS)
-async def detokenize(
-    body: Annotated[DetokenizeRequest, Depends(json_body(DetokenizeRequest))], request: Request, state: State
-) -> Response:
+async def detokenize(body: JsonBody[DetokenizeRequest], request: Request, state: State) -> Response:
     """The text of tokens, with special tokens by name."""
     model = await state.model(body.model, request)
-    size = model.llm.shape.n_vocab
+    size = model.llm.text.spec.n_vocab
     unknown = next((token for token in body.tokens if token >= size), None)
     if unknown is not None:
         raise InvalidRequestError(f"tokens contains {unknown}; ids go from 0 to {size - 1}", "tokens")
@@ -171,9 +165,7 @@ async def detokenize(
     return SlicedJsonResponse(('{"prompt":', *text_pieces(text), ',"content":', *text_pieces(text), "}"))
 
 
-async def render(
-    body: Annotated[ChatRequest, Depends(json_body(ChatRequest))], request: Request, state: State
-) -> Response:
+async def render(body: JsonBody[ChatRequest], request: Request, state: State) -> Response:
     """The prompt of a chat: its text, with special tokens by name, and its tokens. Nothing is computed."""
     chat = await open_chat(state, request, chat_input_of(body), "render-")
     text = await chat.model.encoder.decode(chat.prompt)
@@ -186,9 +178,7 @@ for path in ("/apply-template", "/v1/chat/completions/render"):
 
 
 @router.post("/v1/chat/completions/input_tokens", responses=_ERRORS)
-async def count_chat(
-    body: Annotated[ChatRequest, Depends(json_body(ChatRequest))], request: Request, state: State
-) -> InputTokensReply:
+async def count_chat(body: JsonBody[ChatRequest], request: Request, state: State) -> InputTokensReply:
     """Count the prompt tokens of a chat request. Nothing is generated."""
     return InputTokensReply(input_tokens=len(await tokens_of_chat(state, request, chat_input_of(body))))
 
@@ -197,10 +187,10 @@ async def count_chat(
 async def tokenizer_info(state: State, model: str | None = None) -> TokenizerInfo:
     """The tokenizer's properties, as in a Hugging Face tokenizer_config.json."""
     shown = state.loaded(model)
-    tokenizer, template = shown.llm.tokenizer, shown.llm.chat_template
+    tokenizer, template = shown.llm.text.tokenizer, shown.llm.text.chat_template
     return TokenizerInfo(
         tokenizer_class="PreTrainedTokenizerFast",
-        model_max_length=shown.llm.max_context,
+        model_max_length=shown.llm.text.max_context,
         vocab_size=tokenizer.vocab_size,
         add_bos_token=tokenizer.add_bos,
         bos_token=template.bos or None,

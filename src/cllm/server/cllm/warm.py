@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from cllm.engine.submission import Submission
 from cllm.engine.tenant import Tenant
+from cllm.llm import ONE_TOKEN
 from cllm.server.errors import ApiError
 from cllm.server.http.response import unless_gone
 from cllm.server.middleware import not_the_operator
-from cllm.server.schema.body import json_body
-from cllm.server.schema.messages import ChatMessage
+from cllm.server.schema.body import JsonBody
+from cllm.server.schema.messages import Messages
 from cllm.server.schema.replies import ErrorReply, error_responses
-from cllm.server.schema.validation import AtMost, RequestModel, Words, refusal
-from cllm.server.state import ModelState, ServerState, State, is_operator, tenant_of
-from cllm.work.owner import for_nobody
+from cllm.server.schema.validation import RequestModel, Words, refusal
+from cllm.server.state import ServerState, State, is_operator, tenant_of
+from cllm.tasks.warm import pin_mark
 
 if TYPE_CHECKING:
     from cllm.llm import AsyncLLM
@@ -45,9 +45,7 @@ class WarmRequest(RequestModel):
 
     model: str | None = Field(None, description="If there are several; default: the first.")
     prompt: Words | None = Field(None, description="The beginning of prompts.")
-    messages: (
-        Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1), AtMost("max_messages", "messages")] | None
-    ) = Field(None, description="The first messages of chats, instead of a prompt.")
+    messages: Messages | None = Field(None, description="The first messages of chats, instead of a prompt.")
     pin: bool = Field(True, description="Protect it from eviction.")
     ttl_s: Annotated[float, Field(gt=0)] | None = Field(
         None,
@@ -75,37 +73,18 @@ class WarmReply(BaseModel):
     seconds: float
 
 
-@asynccontextmanager
-async def warming_up(state: ServerState) -> AsyncIterator[None]:
-    """Compute `kv.warm` before or while the server runs. With several models, it is computed when one is loaded."""
-    if state.one is not None:
-        await _run(state, state.one, state.warm_up(state.one))
-    try:
-        yield
-    finally:
-        for task in state.background:
-            task.cancel()
-        await asyncio.gather(*state.background, return_exceptions=True)
-
-
 async def on_model_loaded(state: ServerState, served: ServedModel, llm: AsyncLLM) -> None:
-    """Called when one of several models is loaded; no request uses it before this returns."""
+    """Compute `kv.warm` when a model is loaded; no request uses it before this returns."""
     model = state.state_of(served, llm)
 
     async def work() -> None:
         with served.awaited():  # not idle meanwhile
             await state.warm_up(model)
 
-    await _run(state, model, work())
-
-
-async def _run(state: ServerState, model: ModelState, work: Coroutine[Any, Any, None]) -> None:
     if model.config.kv.warm_before_ready:
-        await work
-        return
-    task = asyncio.create_task(for_nobody(work))
-    state.background.add(task)
-    task.add_done_callback(state.background.discard)
+        await work()
+    else:
+        state.in_background(work())
 
 
 @router.post(
@@ -113,9 +92,7 @@ async def _run(state: ServerState, model: ModelState, work: Coroutine[Any, Any, 
     response_model=WarmReply,
     responses=error_responses(ErrorReply, 400, 401, 403, 404, 408, 409, 413, 429, 500, 503),
 )
-async def warm_prefix(
-    body: Annotated[WarmRequest, Depends(json_body(WarmRequest))], request: Request, state: State
-) -> Response:
+async def warm_prefix(body: JsonBody[WarmRequest], request: Request, state: State) -> Response:
     """Compute the K/V of a prefix for later requests, and pin it."""
     tenant, ttl_s = _for_whom(body, request, state)
     model = await state.model(body.model, request)
@@ -125,16 +102,9 @@ async def warm_prefix(
     else:
         assert body.prompt is not None
         prompt = await model.encoder.encode_prompt(body.prompt)
-    work = model.llm.warm(
-        prompt,
-        pin=body.pin,
-        ttl_s=ttl_s,
-        tenant=tenant,
-        request_id=f"warm-{request.state.unique_id}",
-        priority=0,
-        source="warm" if is_operator(request) else "request",
-    )
-    done = await unless_gone(request.receive, work)
+    pins = [pin_mark(prompt, ttl_s, "warm" if is_operator(request) else "request")] if body.pin else []
+    asked = Submission(prompt, ONE_TOKEN, f"warm-{request.state.unique_id}", tenant=tenant, pins=pins)
+    done = await unless_gone(request.receive, model.llm.warm(asked))
     if done.refusal is not None:
         raise ApiError(
             409,
@@ -157,7 +127,7 @@ async def warm_prefix(
 async def unpin(pin_id: str, request: Request, state: State, model: str | None = None) -> Response:
     """Remove a pin: the operator any, others their own. What it held stays cached like anything else."""
     space = None if is_operator(request) else tenant_of(request).space
-    if not await state.loaded(model).llm.unpin(pin_id, space):
+    if not await state.loaded(model).llm.executor.unpin(pin_id, space):
         hint = "; GET /kv lists them" if is_operator(request) else ""
         raise ApiError(404, f"Unknown or expired pin{hint}.", code="pin_not_found")
     return Response(status_code=204)

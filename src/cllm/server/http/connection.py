@@ -177,10 +177,12 @@ class Connection(asyncio.Protocol):
         self._transport.write(data)
 
     def write_head(self, head: bytes) -> None:
+        """The first bytes of a response."""
         self._transport.write(head[self._begun_with :])
         self._begun_with = 0
 
     async def drain(self) -> None:
+        """Wait until the client has read enough of what was written."""
         await self._writable.wait()
 
     def pause_reading(self) -> None:
@@ -198,6 +200,7 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
     def answered(self) -> None:
+        """The last byte of the response is written."""
         done = self._active
         assert done is not None
         self._server.total_requests += 1

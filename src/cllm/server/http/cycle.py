@@ -8,11 +8,14 @@ import logging
 import re
 import uuid
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Scope
 
 from cllm.server.errors import Problem
+
+if TYPE_CHECKING:
+    from cllm.server.http.connection import Connection
 
 DIRECT_SEND = "cllm.send"
 """The ASGI extension with which pieces of a long response bypass the middleware, which does not look at them."""
@@ -27,33 +30,13 @@ _REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 Headers = list[tuple[bytes, bytes]]
 
 
-class ClientConnection(Protocol):
-    """What a request cycle needs of its connection."""
-
-    def write(self, data: bytes) -> None: ...
-
-    def write_head(self, head: bytes) -> None:
-        """The first bytes of a response."""
-
-    async def drain(self) -> None:
-        """Wait until the client has read enough of what was written."""
-
-    def answered(self) -> None:
-        """Called when the last byte of the response is written."""
-
-    def abort(self) -> None: ...
-
-    @property
-    def default_headers(self) -> Headers: ...
-
-
 class RequestCycle:
     """From the first byte of a request to the last of its response, or until the client disconnects.
 
     No more than `most_body` bytes of a body are kept; the application must refuse a larger one.
     """
 
-    def __init__(self, connection: ClientConnection, most_body: int) -> None:
+    def __init__(self, connection: Connection, most_body: int) -> None:
         self.scope: Scope = {}
         self.url = b""
         self.headers: Headers = []

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 from cllm.dialect.tools import Tool
 from cllm.server.inference.limits import check_count, check_logprobs, check_params
 from cllm.server.inference.pins import pins_of_chat
-from cllm.server.inference.streams import ChatStream, CompletionStream, Head
+from cllm.server.inference.streams import ChatStream, CompletionStream, Head, sent_by
 from cllm.server.inference.truncation import Truncation
 from cllm.server.schema.messages import CacheControl, Mark
 from cllm.server.schema.tools import NamedTool, ToolChoice
-from cllm.server.state import session_of, tenant_of, time_left
 from cllm.structured.structure import Structure
-from cllm.tasks.chat import AnswerRules, enforce
+from cllm.tasks.chat import AnswerRules, prepare_answers
 from cllm.text.chat_template import PromptOptions
 from cllm.text.token_limit import TokenLimit
 
@@ -70,40 +69,13 @@ async def open_chat(state: ServerState, request: Request, chat: ChatInput, prefi
     prompt = await _prompt(model, chat, options)
     check_logprobs(model, [prompt], chat.params, "top_logprobs")
     pins = await pins_of_chat(model, chat.marks, chat.cache_control, prompt, chat.params, options)
-    dialect = model.llm.dialect
-    thinking = dialect.thinking_after(prompt, chat.messages[-1]["content"] if chat.continue_last else None)
-    enforced = await enforce(model.llm, _rules(chat, tools), thinking)
-    separate = dialect.separates if chat.separate_reasoning is None else chat.separate_reasoning
-    reads = bool(tools) or thinking == "opened" or (separate and dialect.marks is not None and thinking == "none")
+    prepared = await prepare_answers(model.llm.text, prompt, chat.params, _rules(chat, tools))
     head = Head(f"{prefix}{request.state.unique_id}", int(time.time()), model.served_name)
+    submission = replace(prepared.submission, pins=pins)
     completions = CompletionStream(
-        model.llm,
-        [prompt],
-        chat.params if enforced is None else replace(chat.params, structured=enforced.structure),
-        request_id=head.id,
-        priority=chat.priority,
-        timeout_s=time_left(request, model, chat.timeout),
-        session=session_of(request),
-        tenant=tenant_of(request),
-        pins=[pins],
-        grammar=None if enforced is None else enforced.grammar,
-        shown=dialect.shown(tools=bool(tools), reasoning=True) if reads else None,
+        model.llm, sent_by(request, model, [submission], head.id, priority=chat.priority, timeout=chat.timeout)
     )
-    readers = [
-        dialect.reader(
-            index,
-            tools=tools,
-            thinking=thinking,
-            separate=separate,
-            continues=chat.continue_last,
-            most_calls=None if chat.parallel_tool_calls else 1,
-            calls_only=chat.tool_choice not in ("auto", "none"),
-            masked=enforced is not None,
-            include_reasoning=chat.include_reasoning,
-        )
-        for index in range(chat.params.n if reads else 0)
-    ]
-    return ChatStream(head, model, completions, readers)
+    return ChatStream(head, model, completions, prepared.readers)
 
 
 async def _prompt(model: ModelState, chat: ChatInput, options: PromptOptions) -> Sequence[int]:
@@ -117,7 +89,7 @@ async def _prompt(model: ModelState, chat: ChatInput, options: PromptOptions) ->
 async def tokens_of_chat(state: ServerState, request: Request, chat: ChatInput) -> list[int]:
     """The prompt of a conversation, which may be longer than the context."""
     model = await state.model(chat.model, request, chat.timeout)
-    most = max(model.config.server.max_encode_tokens, model.llm.max_context)
+    most = max(model.config.server.max_encode_tokens, model.llm.text.max_context)
     limit = TokenLimit(most, f"at most {most} are counted (server.max_encode_tokens)", "the conversation")
     tools = () if chat.tool_choice == "none" else chat.tools
     return await model.encoder.encode_chat_within(chat.messages, _prompt_options(chat, tools), limit)
@@ -137,4 +109,8 @@ def _rules(chat: ChatInput, tools: Sequence[Tool]) -> AnswerRules:
         required=choice not in ("auto", "none"),
         named=named,
         several=chat.parallel_tool_calls and named is None,
+        most_calls=None if chat.parallel_tool_calls else 1,
+        separate=chat.separate_reasoning,
+        include_reasoning=chat.include_reasoning,
+        continued=chat.messages[-1]["content"] if chat.continue_last else None,
     )

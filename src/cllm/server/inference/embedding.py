@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
+from cllm.engine.submission import Submission
 from cllm.errors import InvalidRequestError
 from cllm.loading.embedder import EMBEDDING
 from cllm.server.http.response import Turns
-from cllm.server.state import tenant_of, time_left
+from cllm.server.inference.streams import sent_by
 from cllm.tasks.embedding import EmbeddingJob
 from cllm.text.token_limit import TokenLimit
 
@@ -46,9 +47,9 @@ async def open_embedding(
 
 def check_embedding(model: ModelState, dimensions: int | None) -> None:
     """Whether the model makes embeddings, of so many dimensions."""
-    if (reason := model.llm.embedder.no_embeddings) is not None:
+    if (reason := model.llm.text.embedder.no_embeddings) is not None:
         raise InvalidRequestError(reason, "model")
-    size = model.llm.shape.n_embd
+    size = model.llm.text.spec.n_embd
     if dimensions is not None and dimensions > size:
         raise InvalidRequestError(f"dimensions is {dimensions}; embeddings of this model have {size}", "dimensions")
 
@@ -59,7 +60,7 @@ def _is_plain(given: Input) -> TypeGuard[str | list[int]]:
 
 async def _joined(model: ModelState, parts: Sequence[int | str], param: str) -> list[int]:
     """The tokens of a text that is given as tokens and texts. What the model expects around a text goes around one."""
-    encoder, embedder, ids = model.encoder, model.llm.embedder, list[int]()
+    encoder, embedder, ids = model.encoder, model.llm.text.embedder, list[int]()
     limit = TokenLimit(most := model.config.server.max_encode_tokens, f"at most {most} are read", "a text")
     turns = Turns()
     for number, part in enumerate(parts):
@@ -82,11 +83,6 @@ def embedding_job(
     timeout: float | None,
 ) -> EmbeddingJob:
     """A job for texts that are tokenised already. Its id begins with `prefix`."""
-    return EmbeddingJob(
-        model.llm,
-        texts,
-        request_id=f"{prefix}-{request.state.unique_id}",
-        priority=priority or 0,
-        timeout_s=time_left(request, model, timeout),
-        tenant=tenant_of(request),
-    )
+    name = f"{prefix}-{request.state.unique_id}"
+    asked = [Submission(text, EMBEDDING, embeds=True) for text in texts]
+    return EmbeddingJob(model.llm, sent_by(request, model, asked, name, priority=priority, timeout=timeout), name)

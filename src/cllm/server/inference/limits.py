@@ -26,7 +26,7 @@ def check_count(state: ServerState, prompts: int, n: int) -> None:
 
 def check_params(model: ModelState, params: SamplingParams) -> None:
     """What `submit` would refuse, for requests that may never be submitted."""
-    check_token_ids(params, model.llm.shape.n_vocab)
+    check_token_ids(params, model.llm.text.spec.n_vocab)
     check_stop_strings(params.stop)
 
 
@@ -42,7 +42,7 @@ def check_logprobs(
     if params.prompt_logprobs is not None:
         _check(most, params.n, sum(map(len, prompts)), "tokens of prompts", params.prompt_logprobs, of_prompts)
     if params.logprobs is not None:
-        tokens = sum(model.llm.answer_limit(len(prompt), params) for prompt in prompts)
+        tokens = sum(model.llm.text.answer_limit(len(prompt), params) for prompt in prompts)
         _check(most, params.n, tokens, "tokens", params.logprobs, param)
 
 

@@ -6,22 +6,23 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from cllm.dialect.deltas import ChatDelta, Delta
-from cllm.engine.tenant import ANONYMOUS, Tenant
 from cllm.server.http.response import Turns
+from cllm.server.state import session_of, tenant_of, time_left
 
 if TYPE_CHECKING:
+    from fastapi import Request
+
     from cllm.dialect.reader import AnswerReader
-    from cllm.engine.params import SamplingParams
+    from cllm.engine.submission import Submission
     from cllm.generation import Generation
-    from cllm.kv.pins import PinMark
     from cllm.llm import AsyncLLM
     from cllm.server.http.response import DeltaSource
     from cllm.server.state import ModelState
-    from cllm.structured.matcher import Grammar
 
 BATCH = 64
 """Most deltas in a batch: rendering one must not take long."""
@@ -44,6 +45,30 @@ class Head(NamedTuple):
         return json.dumps(head, separators=(",", ":"))[:-1] + ',"choices":['
 
 
+def sent_by(
+    request: Request,
+    model: ModelState,
+    submissions: Sequence[Submission],
+    name: str,
+    *,
+    priority: int | None = None,
+    timeout: float | None = None,
+) -> list[Submission]:
+    """Submissions with what an HTTP request says of all its prompts: whose they are, and how long they may take."""
+    numbered = len(submissions) != 1 or submissions[0].embeds
+    return [
+        replace(
+            submission,
+            request_id=f"{name}-{number}" if numbered else name,
+            priority=priority or 0,
+            timeout_s=time_left(request, model, timeout),
+            tenant=tenant_of(request),
+            session=session_of(request),
+        )
+        for number, submission in enumerate(submissions)
+    ]
+
+
 class CompletionStream:
     """The answers to one or more prompts: `async with` submits and cleans up, `async for` yields batches of deltas.
 
@@ -52,36 +77,13 @@ class CompletionStream:
     through: prompt 0's `n` first, then prompt 1's.
     """
 
-    def __init__(
-        self,
-        llm: AsyncLLM,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        *,
-        request_id: str,
-        priority: int | None = None,
-        timeout_s: float | None = None,
-        batch: int = BATCH,
-        tenant: Tenant = ANONYMOUS,
-        session: str | None = None,
-        pins: Sequence[Sequence[PinMark]] = (),
-        grammar: Grammar | None = None,
-        shown: Mapping[int, bytes] | None = None,
-    ) -> None:
-        """`pins` are those of each prompt, or none. `grammar` is what `llm.compile` made of `params.structured`.
-        `shown` are special tokens that are part of the text."""
-        self.request_id = request_id
-        self._tenant = tenant
-        self._session = session
-        self._pins = pins
-        self._grammar = grammar
-        self._shown = shown
+    def __init__(self, llm: AsyncLLM, submissions: Sequence[Submission], batch: int = BATCH) -> None:
+        """`submissions`: at least one, with the same parameters."""
+        params = submissions[0].params
         self.generations: list[Generation] = []
         self._llm = llm
-        self.prompts = prompts
-        self._params = params
-        self._priority = priority or 0
-        self._timeout_s = timeout_s
+        self._submissions = submissions
+        self._n = params.n
         self._deltas: deque[Delta] = deque()
         """Deltas of all generations, in the order in which they came."""
         per_token = 1 + (params.logprobs or 0)
@@ -95,8 +97,8 @@ class CompletionStream:
     async def __aenter__(self) -> CompletionStream:
         try:
             turn = time.perf_counter()
-            for number, prompt in enumerate(self.prompts):
-                self.generations.append(self._submit(number, prompt))
+            for submission in self._submissions:
+                self.generations.append(self._llm.queue(submission))
                 if time.perf_counter() - turn > _TURN_S:
                     await self._turns.give()
                     turn = time.perf_counter()
@@ -106,7 +108,7 @@ class CompletionStream:
             raise
         self._running = len(self.generations)
         for number, generation in enumerate(self.generations):
-            generation.forward(self._deltas, self._on_delta, number * self._params.n)
+            generation.forward(self._deltas, self._on_delta, number * self._n)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -134,12 +136,16 @@ class CompletionStream:
 
     def stop(self, index: int, tokens: int) -> None:
         """End one answer after so many tokens; later ones do not count."""
-        number, answer = divmod(index, self._params.n)
+        number, answer = divmod(index, self._n)
         self.generations[number].stop(answer, tokens)
 
     @property
+    def prompts(self) -> Sequence[Sequence[int]]:
+        return [submission.prompt for submission in self._submissions]
+
+    @property
     def prompt_tokens(self) -> int:
-        return sum(len(prompt) for prompt in self.prompts)
+        return sum(len(submission.prompt) for submission in self._submissions)
 
     @property
     def cached_tokens(self) -> int:
@@ -156,22 +162,7 @@ class CompletionStream:
     @property
     def marked_tokens(self) -> int:
         """Prompt tokens that `cache_control` asks to keep cached."""
-        return max((mark.tokens for marks in self._pins for mark in marks), default=0)
-
-    def _submit(self, number: int, prompt: Sequence[int]) -> Generation:
-        alone = len(self.prompts) == 1
-        return self._llm.submit(
-            prompt,
-            self._params,
-            request_id=self.request_id if alone else f"{self.request_id}-{number}",
-            priority=self._priority,
-            timeout_s=self._timeout_s,
-            tenant=self._tenant,
-            session=self._session,
-            pins=self._pins[number] if self._pins else (),
-            grammar=self._grammar,
-            shown=self._shown,
-        )
+        return max((mark.tokens for submission in self._submissions for mark in submission.pins), default=0)
 
     def _on_delta(self, generation: Generation) -> None:
         if generation.done:

@@ -35,33 +35,33 @@ class PromptEncoder:
     async def encode(
         self, text: str, limit: TokenLimit, param: str, *, special: bool = False, add_bos: bool = True
     ) -> Sequence[int]:
-        return await self._llm.text_work.encode(text, Encoding(special, add_bos), limit, param)
+        return await self._llm.text.work.encode(text, Encoding(special, add_bos), limit, param)
 
     async def encode_prompt(
         self, text: str, params: SamplingParams | None = None, *, limit: TokenLimit | None = None, param: str = "prompt"
     ) -> Sequence[int]:
         """As completions take it. `limit`: another one than the context."""
-        return await self._llm.text_work.encode(text, WHOLE_PROMPT, limit or self._llm.prompt_limit(params), param)
+        return await self._llm.text.work.encode(text, WHOLE_PROMPT, limit or self._llm.text.prompt_limit(params), param)
 
     async def encode_prompts(
         self, prompts: Sequence[str | list[int]], params: SamplingParams, *, limit: TokenLimit | None = None
     ) -> list[Sequence[int]]:
         """Strings become tokens, tokens an array. `limit`: another one than the context."""
-        return await self._encode_all(prompts, limit or self._llm.prompt_limit(params), "prompt", WHOLE_PROMPT)
+        return await self._encode_all(prompts, limit or self._llm.text.prompt_limit(params), "prompt", WHOLE_PROMPT)
 
     async def encode_inputs(
         self, inputs: Sequence[str | list[int]], param: str, truncation: Truncation | None = None
     ) -> list[Sequence[int]]:
         """Texts to embed. Those without any token, and unknown tokens, are refused."""
-        limit = self._llm.prompt_limit(EMBEDDING)._replace(what="a text")
-        encode = Encoding(end=tuple(self._llm.embedder.text_end))
+        limit = self._llm.text.prompt_limit(EMBEDDING)._replace(what="a text")
+        encode = Encoding(end=tuple(self._llm.text.embedder.text_end))
         if truncation is not None:
             encode = replace(encode, most=truncation.most) if truncation.side == "right" else encode
             limit = truncation.reading_limit(self._llm.config)._replace(what="a text")
         encoded = await self._encode_all(inputs, limit, param, encode)
         if truncation is not None:
             encoded = [truncation.cut(ids) for ids in encoded]
-        vocabulary = self._llm.shape.n_vocab
+        vocabulary = self._llm.text.spec.n_vocab
 
         def check() -> None:
             for number, ids in enumerate(encoded):
@@ -72,13 +72,13 @@ class PromptEncoder:
                         f"{param}[{number}] contains token {max(ids)}; ids go from 0 to {vocabulary - 1}", param
                     )
 
-        await self._llm.text_work.run(sum(map(len, encoded)), check)
+        await self._llm.text.work.run(sum(map(len, encoded)), check)
         return encoded
 
     async def encode_pairs(self, query: str, documents: Sequence[str]) -> list[Sequence[int]]:
         """A query with each document, as a reranking model reads them."""
-        limit = self._llm.prompt_limit(EMBEDDING)._replace(what="a document with the query")
-        tokenizer, embedder = self._llm.tokenizer, self._llm.embedder
+        limit = self._llm.text.prompt_limit(EMBEDDING)._replace(what="a document with the query")
+        tokenizer, embedder = self._llm.text.tokenizer, self._llm.text.embedder
         limit.check_text(tokenizer, query, "query")
 
         def encode(document: str) -> list[int]:
@@ -92,10 +92,10 @@ class PromptEncoder:
     async def _encode_all(
         self, prompts: Sequence[str | list[int]], limit: TokenLimit, param: str, how: Encoding
     ) -> list[Sequence[int]]:
-        tokenizer, encoded = self._llm.tokenizer, dict[int, Sequence[int]]()
+        tokenizer, encoded = self._llm.text.tokenizer, dict[int, Sequence[int]]()
         for number, prompt in enumerate(prompts):
             if isinstance(prompt, str) and len(prompt) > IN_THREAD:
-                encoded[number] = await self._llm.text_work.encode(prompt, how, limit, param)
+                encoded[number] = await self._llm.text.work.encode(prompt, how, limit, param)
 
         def encode(prompt: str | list[int]) -> Sequence[int]:
             if isinstance(prompt, str):
@@ -116,7 +116,7 @@ class PromptEncoder:
         for stop, item in enumerate(items, 1):
             size += size_of(item)
             if size >= PIECE or stop == len(items):
-                encoded += await self._llm.text_work.run(size, partial(_each, encode, items[start:stop]))
+                encoded += await self._llm.text.work.run(size, partial(_each, encode, items[start:stop]))
                 start, size = stop, 0
         return encoded
 
@@ -124,7 +124,7 @@ class PromptEncoder:
         self, prompts: Sequence[str | list[int]], suffix: str, params: SamplingParams
     ) -> list[Sequence[int]]:
         """Prompts that ask for the text between each of these and the suffix."""
-        tokenizer, limit = self._llm.tokenizer, self._llm.prompt_limit(params)
+        tokenizer, limit = self._llm.text.tokenizer, self._llm.text.prompt_limit(params)
         infill = tokenizer.infill
         if infill is None:
             raise InvalidRequestError(
@@ -147,8 +147,8 @@ class PromptEncoder:
         self, messages: Sequence[dict[str, Any]], params: SamplingParams, options: PromptOptions = PLAIN
     ) -> list[int]:
         try:
-            self._check_size(messages, self._llm.prompt_limit(params))
-            return await self._llm.encode_chat(messages, params, options)
+            self._check_size(messages, self._llm.text.prompt_limit(params))
+            return await self._llm.text.encode_chat(messages, params, options)
         except InvalidRequestError as error:
             if error.code != CONTEXT_LENGTH_EXCEEDED or not options.tools:
                 raise
@@ -158,7 +158,7 @@ class PromptEncoder:
 
     async def _count_tools(self, params: SamplingParams, options: PromptOptions) -> int:
         """Refuse tools that leave no room for any message. 0: the template does not show them by themselves."""
-        limit = self._llm.prompt_limit(params)._replace(what="the list of tools")
+        limit = self._llm.text.prompt_limit(params)._replace(what="the list of tools")
         options = replace(options, continues=False)
         try:
             return len(await self.encode_chat_within([{"role": "user", "content": "?"}], options, limit))
@@ -172,7 +172,7 @@ class PromptEncoder:
     ) -> list[int]:
         """A prompt that may be longer than the context."""
         self._check_size(messages, limit)
-        return await self._llm.encode_chat(messages, options=options, limit=limit)
+        return await self._llm.text.encode_chat(messages, options=options, limit=limit)
 
     async def encode_beginning(
         self,
@@ -181,20 +181,20 @@ class PromptEncoder:
         options: PromptOptions = PLAIN,
     ) -> list[int]:
         """The prefix of all prompts whose first messages are these."""
-        self._check_size(messages, self._llm.prompt_limit(params))
-        return await self._llm.encode_beginning(messages, params, options)
+        self._check_size(messages, self._llm.text.prompt_limit(params))
+        return await self._llm.text.encode_beginning(messages, params, options)
 
     def _check_size(self, messages: Sequence[dict[str, Any]], limit: TokenLimit) -> None:
         # Templates trim the blanks around a message.
         size = sum(len(message["content"].strip()) for message in messages)
-        if size > limit.most * self._llm.tokenizer.longest_token:
+        if size > limit.most * self._llm.text.tokenizer.longest_token:
             has = f"messages of {size} characters, which are more than {limit.most} tokens"
-            raise limit.error(has, "messages", size // self._llm.tokenizer.longest_token)
+            raise limit.error(has, "messages", size // self._llm.text.tokenizer.longest_token)
 
     async def decode(self, ids: Sequence[int]) -> str:
         """The text of a prompt, special tokens by name."""
-        decode = self._llm.tokenizer.decode
-        return await self._llm.text_work.run(len(ids), lambda: decode(ids, skip_special=False))
+        decode = self._llm.text.tokenizer.decode
+        return await self._llm.text.work.run(len(ids), lambda: decode(ids, skip_special=False))
 
 
 def each_prompt(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:

@@ -24,7 +24,7 @@ class Truncation(NamedTuple):
 
     def checked(self, llm: AsyncLLM, params: SamplingParams) -> Truncation:
         """With its number of tokens, which leave room for an answer."""
-        limit = llm.prompt_limit(params)
+        limit = llm.text.prompt_limit(params)
         most = self.most
         if most == AS_MANY_AS_FIT:
             # The limit leaves room for one token.

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from cllm.server.http.response import SlicedJsonResponse, as_json, list_pieces, numbers_json, unless_gone
 from cllm.server.inference.embedding import open_embedding
 from cllm.server.inference.truncation import AS_MANY_AS_FIT, Truncation
-from cllm.server.ollama.body import ollama_body
 from cllm.server.ollama.replies import OllamaError
 from cllm.server.ollama.schema import OllamaEmbeddingsRequest, OllamaEmbedRequest
+from cllm.server.schema.body import OllamaBody
 from cllm.server.schema.replies import error_responses
 from cllm.server.state import State
 from cllm.tasks.embedding import shortened
@@ -28,9 +28,7 @@ _ERRORS = error_responses(OllamaError, 400, 401, 404, 408, 409, 413, 429, 500, 5
 
 
 @router.post("/embed", response_class=Response, responses=_ERRORS)
-async def embed(
-    body: Annotated[OllamaEmbedRequest, Depends(ollama_body(OllamaEmbedRequest))], request: Request, state: State
-) -> Response:
+async def embed(body: OllamaBody[OllamaEmbedRequest], request: Request, state: State) -> Response:
     """Texts as vectors of length 1."""
     began = time.monotonic()
     model = await state.model(body.name, request)
@@ -44,11 +42,7 @@ async def embed(
 
 
 @router.post("/embeddings", response_class=Response, responses=_ERRORS)
-async def embeddings(
-    body: Annotated[OllamaEmbeddingsRequest, Depends(ollama_body(OllamaEmbeddingsRequest))],
-    request: Request,
-    state: State,
-) -> Response:
+async def embeddings(body: OllamaBody[OllamaEmbeddingsRequest], request: Request, state: State) -> Response:
     """One text as a vector of length 1."""
     model = await state.model(body.name, request)
     texts = [body.prompt] if body.prompt else []

@@ -6,19 +6,19 @@ import asyncio
 from datetime import datetime, timezone
 from functools import lru_cache
 from hashlib import sha256
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 
 from cllm import __version__
 from cllm.errors import ModelError
 from cllm.loading.weights_id import weights_id
 from cllm.server.http.response import as_json
-from cllm.server.ollama.body import ollama_body
 from cllm.server.ollama.render import LineStream
 from cllm.server.ollama.replies import OllamaError
 from cllm.server.ollama.schema import PullRequest, ShowRequest
+from cllm.server.schema.body import OllamaBody
 from cllm.server.schema.replies import error_responses
 from cllm.server.state import ServerState, State
 
@@ -36,11 +36,7 @@ _NEVER = "2318-01-01T00:00:00Z"
 async def tags(state: State) -> dict[str, Any]:
     """The available models."""
     loaded = dict(state.running())
-    if state.several is not None:
-        files = {served.name: served.estimate.files for served in state.several.models}
-    else:
-        assert state.one is not None
-        files = {state.one.served_name: None}
+    files = {served.name: served.estimate.files for served in state.serves.models}
     listed = [await _listed(name, loaded.get(name), of_it) for name, of_it in files.items()]
     return {"models": [{**each, "modified_at": _started(state)} for each in listed]}
 
@@ -51,24 +47,25 @@ async def running(state: State) -> dict[str, Any]:
     shown = {"expires_at": _NEVER, "size_vram": 0}
     return {
         "models": [
-            {**await _listed(name, llm), **shown, "context_length": llm.max_context} for name, llm in state.running()
+            {**await _listed(name, llm), **shown, "context_length": llm.text.max_context}
+            for name, llm in state.running()
         ]
     }
 
 
 @router.post("/show", responses=error_responses(OllamaError, 400, 401, 404, 409, 413))
-async def show(body: Annotated[ShowRequest, Depends(ollama_body(ShowRequest))], state: State) -> dict[str, Any]:
+async def show(body: OllamaBody[ShowRequest], state: State) -> dict[str, Any]:
     """A model's properties."""
     llm = state.loaded(body.shown).llm
-    shape = llm.shape
+    spec = llm.text.spec
     info = {
-        "general.architecture": shape.architecture,
-        f"{shape.architecture}.context_length": llm.max_context,
-        f"{shape.architecture}.embedding_length": shape.n_embd,
-        f"{shape.architecture}.block_count": shape.n_layers,
+        "general.architecture": spec.architecture,
+        f"{spec.architecture}.context_length": llm.text.max_context,
+        f"{spec.architecture}.embedding_length": spec.n_embd,
+        f"{spec.architecture}.block_count": spec.n_layers,
     }
     return {
-        "template": llm.chat_template.source,
+        "template": llm.text.chat_template.source,
         "details": _details(llm),
         "model_info": info,
         "capabilities": _capabilities(llm),
@@ -77,9 +74,9 @@ async def show(body: Annotated[ShowRequest, Depends(ollama_body(ShowRequest))], 
 
 
 @router.post("/pull", response_class=Response, responses=error_responses(OllamaError, 400, 401, 404, 413))
-async def pull(body: Annotated[PullRequest, Depends(ollama_body(PullRequest))], state: State) -> Response:
+async def pull(body: OllamaBody[PullRequest], state: State) -> Response:
     """Nothing to do for a model that is served. Others are not downloaded."""
-    state.check_name(body.shown)
+    state.find(body.shown)
     if body.stream is False:
         return JSONResponse({"status": "success"})
     lines = "".join(as_json({"status": status}) + "\n" for status in ("pulling manifest", "success"))
@@ -97,7 +94,7 @@ async def _listed(name: str, llm: AsyncLLM | None, files: ModelFiles | None = No
     """`files`: of a model that may not be loaded."""
     size, weights = 0, ""
     if llm is not None:
-        size, weights = llm.facts.file_bytes, llm.facts.weights
+        size, weights = llm.text.facts.file_bytes, llm.text.facts.weights
     elif files is not None:
         size, weights = files.size, await asyncio.to_thread(_weights_of, files)
     digest = sha256(weights.encode()).hexdigest() if weights else ""
@@ -113,7 +110,7 @@ def _weights_of(files: ModelFiles) -> str:
 
 
 def _details(llm: AsyncLLM | None) -> dict[str, Any]:
-    family = llm.shape.architecture if llm is not None else ""
+    family = llm.text.spec.architecture if llm is not None else ""
     return {
         "parent_model": "",
         "format": "gguf",
@@ -126,13 +123,13 @@ def _details(llm: AsyncLLM | None) -> dict[str, Any]:
 
 def _capabilities(llm: AsyncLLM) -> list[str]:
     """In Ollama's words."""
-    answers = llm.facts.traits.no_answers is None
+    answers = llm.text.facts.traits.no_answers is None
     has = {
         "completion": answers,
         "tools": answers,
-        "insert": answers and llm.tokenizer.infill is not None,
-        "thinking": answers and llm.dialect.marks is not None,
-        "embedding": llm.embedder.no_embeddings is None,
+        "insert": answers and llm.text.tokenizer.infill is not None,
+        "thinking": answers and llm.text.dialect.marks is not None,
+        "embedding": llm.text.embedder.no_embeddings is None,
     }
     return [name for name, there in has.items() if there]
 

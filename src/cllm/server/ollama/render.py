@@ -32,7 +32,7 @@ class Lines:
         self._chat = chat
         self._as_chat = as_chat
         self._blocks = ContentBlocks()
-        self._logprobs = ChatLogprobs(TokenForm(chat.model.llm.tokenizer))
+        self._logprobs = ChatLogprobs(TokenForm(chat.model.llm.text.tokenizer))
         self._unsent: list[TokenLogprob] = []
         self._calls = 0
 

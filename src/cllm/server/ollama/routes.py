@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from cllm.engine.submission import Submission
 from cllm.errors import InvalidRequestError
 from cllm.generation import Completion
 from cllm.server.http.response import SlicedJsonResponse, unless_gone
 from cllm.server.inference.chat import ChatInput, open_chat
 from cllm.server.inference.limits import check_params
-from cllm.server.inference.streams import ChatStream, CompletionStream, Head, collect
-from cllm.server.ollama.body import ollama_body
+from cllm.server.inference.streams import ChatStream, CompletionStream, Head, collect, sent_by
 from cllm.server.ollama.render import Lines, LineStream, now
 from cllm.server.ollama.replies import OllamaError
 from cllm.server.ollama.schema import OllamaChatRequest, OllamaGenerateRequest, OllamaRequest
+from cllm.server.schema.body import OllamaBody
 from cllm.server.schema.replies import error_responses
 from cllm.server.schema.structure import compiled
-from cllm.server.state import ServerState, State, session_of, tenant_of
+from cllm.server.state import ServerState, State
 
 router = APIRouter(prefix="/api", tags=["Ollama"])
 
@@ -31,9 +32,7 @@ _ANSWER: dict[int | str, dict[str, Any]] = {
 
 
 @router.post("/chat", response_class=Response, responses=_ANSWER)
-async def chat(
-    body: Annotated[OllamaChatRequest, Depends(ollama_body(OllamaChatRequest))], request: Request, state: State
-) -> Response:
+async def chat(body: OllamaBody[OllamaChatRequest], request: Request, state: State) -> Response:
     """Answer the last message of a conversation, or continue it if it is the assistant's."""
     if not body.conversation:
         return await _load(body, request, state, {"message": {"role": "assistant", "content": ""}})
@@ -42,9 +41,7 @@ async def chat(
 
 
 @router.post("/generate", response_class=Response, responses=_ANSWER)
-async def generate(
-    body: Annotated[OllamaGenerateRequest, Depends(ollama_body(OllamaGenerateRequest))], request: Request, state: State
-) -> Response:
+async def generate(body: OllamaBody[OllamaGenerateRequest], request: Request, state: State) -> Response:
     """Answer a prompt, or continue it."""
     if not body.prompt and not body.suffix:
         return await _load(body, request, state, {"response": ""})
@@ -76,7 +73,7 @@ async def _open(
         model=body.name,
     )
     opened = await open_chat(state, request, call, "ollama-")
-    if body.think and opened.model.llm.dialect.marks is None:
+    if body.think and opened.model.llm.text.dialect.marks is None:
         raise InvalidRequestError(
             f"{opened.head.model} does not reason; leave think out or send false. If its template does not tell, "
             "chat.reasoning_format does.",
@@ -95,16 +92,8 @@ async def _open_plain(body: OllamaGenerateRequest, request: Request, state: Serv
     else:
         tokens = await model.encoder.encode_prompt(prompt, params)
     head = Head(f"ollama-{request.state.unique_id}", int(time.time()), model.served_name)
-    completions = CompletionStream(
-        model.llm,
-        [tokens],
-        params,
-        request_id=head.id,
-        session=session_of(request),
-        tenant=tenant_of(request),
-        grammar=await compiled(model.llm, params),
-    )
-    return ChatStream(head, model, completions)
+    asked = Submission(tokens, params, grammar=await compiled(model.llm, params))
+    return ChatStream(head, model, CompletionStream(model.llm, sent_by(request, model, [asked], head.id)))
 
 
 async def _answer(body: OllamaRequest, request: Request, opened: ChatStream, *, as_chat: bool) -> Response:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from cllm.dialect.tools import Tool
@@ -18,7 +19,6 @@ from cllm.server.schema.validation import (
     A_STRING_OR_STRINGS,
     WHOLE,
     AtMost,
-    Hint,
     Int32,
     Int64,
     ModelName,
@@ -46,7 +46,7 @@ class Options(RequestModel):
             ]
         }
     )
-    hints: ClassVar[frozenset[str]] = frozenset({
+    hints = frozenset({
         "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "mirostat_eta", "mirostat_tau", "num_batch",
         "num_ctx", "num_gpu", "num_keep", "num_thread", "numa", "use_mlock", "use_mmap", "vocab_only",
     })  # fmt: skip
@@ -93,7 +93,7 @@ class NamesModel(RequestModel):
 
 
 class OllamaRequest(NamesModel):
-    hints: ClassVar[frozenset[str]] = frozenset({"keep_alive"})
+    hints = frozenset({"keep_alive"})
     unsupported: ClassVar[Unsupported] = {"truncate": (False,), "shift": (False,)}
 
     stream: bool | None = Field(None, description="Stream the answer as lines of JSON. Default true.")
@@ -109,20 +109,16 @@ class OllamaRequest(NamesModel):
         None, description="Also report this many of the likeliest tokens."
     )
 
-    _structure: Structure | None = PrivateAttr(None)
-
     def contradictions(self) -> Iterator[PydanticCustomError]:
+        _ = self.structure  # here, because bodies are validated where that does not block others
         if self.top_logprobs and not self.logprobs:
             yield refusal("top_logprobs", "is only allowed together with logprobs = true")
 
-    @model_validator(mode="after")
-    def _read_format(self) -> OllamaRequest:
-        """Here, because bodies are validated where that does not block others."""
+    @cached_property
+    def structure(self) -> Structure | None:
         if isinstance(self.format, dict):
-            self._structure = Structure("json_schema", as_json(self.format), "format")
-        elif self.format:
-            self._structure = Structure("json", "", "format")
-        return self
+            return Structure("json_schema", as_json(self.format), "format")
+        return Structure("json", "", "format") if self.format else None
 
     @property
     def template_arguments(self) -> dict[str, Any]:
@@ -142,26 +138,28 @@ class OllamaRequest(NamesModel):
         stop = options.stop
         return SamplingParams.with_model_defaults(
             **given,
-            structured=self._structure,
+            structured=self.structure,
             max_tokens=None if most is None or most < 0 else most,
             stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
         )
 
 
 class _CalledFunction(RequestModel):
+    hints = frozenset({"index"})
+
     name: Annotated[Text, Field(max_length=256)]
     arguments: JsonObject = Field(default_factory=dict)
-    index: Hint = None
 
 
 class OllamaCall(RequestModel):
+    hints = frozenset({"type"})
+
     function: _CalledFunction
     id: Annotated[Text, Field(max_length=256)] | None = None
-    type: Hint = None
 
 
 class OllamaMessage(RequestModel):
-    hints: ClassVar[frozenset[str]] = frozenset({"name"})
+    hints = frozenset({"name"})
     unsupported: ClassVar[Unsupported] = {"images": ([],)}
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -202,29 +200,25 @@ class OllamaChatRequest(OllamaRequest):
     )
     tools: Tools | None = Field(None, description="Tools that the model may call.")
 
-    _tools: list[Tool] = PrivateAttr()
-    _conversation: list[dict[str, Any]] = PrivateAttr()
-
     @model_validator(mode="after")
     def _consistent(self) -> OllamaChatRequest:
-        """Also converts tools and messages: bodies are validated where that does not block others."""
         check_tools(self.tools, None)
-        self._tools = allowed_of(self.tools, None)
-        self._conversation = conversation_of(self.messages or ())
+        # Here, because bodies are validated where that does not block others.
+        _ = self.chat_tools, self.conversation
         return self
 
-    @property
+    @cached_property
     def chat_tools(self) -> list[Tool]:
-        return self._tools
+        return allowed_of(self.tools, None)
 
-    @property
+    @cached_property
     def conversation(self) -> list[dict[str, Any]]:
-        return self._conversation
+        return conversation_of(self.messages or ())
 
     @property
     def continues(self) -> bool:
         """Whether the answer continues the last message."""
-        last = self._conversation[-1]
+        last = self.conversation[-1]
         return last["role"] == "assistant" and "tool_calls" not in last
 
 
@@ -257,7 +251,7 @@ class OllamaGenerateRequest(OllamaRequest):
 
 class OllamaEmbedRequest(NamesModel):
     model_config = ConfigDict(json_schema_extra={"example": {"model": "smollm2", "input": ["the cat", "the dog"]}})
-    hints: ClassVar[frozenset[str]] = frozenset({"keep_alive", "options"})
+    hints = frozenset({"keep_alive", "options"})
 
     input: Annotated[Text | Annotated[Texts, AtMost("max_inputs", "texts")], A_STRING_OR_STRINGS] | None = Field(
         None, description="A text or several. Empty: only load the model."
@@ -278,7 +272,7 @@ class OllamaEmbedRequest(NamesModel):
 
 class OllamaEmbeddingsRequest(NamesModel):
     model_config = ConfigDict(json_schema_extra={"example": {"model": "smollm2", "prompt": "the cat"}})
-    hints: ClassVar[frozenset[str]] = frozenset({"keep_alive", "options"})
+    hints = frozenset({"keep_alive", "options"})
 
     prompt: Text | None = Field(None, description="A text. Empty: only load the model.")
 
@@ -308,10 +302,10 @@ class _AboutModel(RequestModel):
 
 
 class ShowRequest(_AboutModel):
-    hints: ClassVar[frozenset[str]] = frozenset({"options", "system", "template", "verbose"})
+    hints = frozenset({"options", "system", "template", "verbose"})
 
 
 class PullRequest(_AboutModel):
-    hints: ClassVar[frozenset[str]] = frozenset({"insecure", "password", "username"})
+    hints = frozenset({"insecure", "password", "username"})
 
     stream: bool | None = Field(None, description="Answer in lines of JSON. Default true.")

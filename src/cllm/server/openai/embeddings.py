@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import numpy as np
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 
 from cllm.errors import InvalidRequestError
 from cllm.loading.embedder import EMBEDDING
@@ -20,7 +20,7 @@ from cllm.server.openai.embeddings_schema import (
     RerankReply,
     RerankRequest,
 )
-from cllm.server.schema.body import json_body
+from cllm.server.schema.body import JsonBody
 from cllm.server.schema.replies import ErrorReply, error_responses
 from cllm.server.state import State
 from cllm.tasks.embedding import EmbeddingJob, shortened
@@ -35,9 +35,7 @@ _ERRORS = error_responses(ErrorReply, 400, 401, 404, 408, 413, 429, 500, 503)
 
 
 @router.post("/v1/embeddings", response_model=EmbeddingReply, responses=_ERRORS)
-async def embeddings(
-    body: Annotated[EmbeddingRequest, Depends(json_body(EmbeddingRequest))], request: Request, state: State
-) -> Response:
+async def embeddings(body: JsonBody[EmbeddingRequest], request: Request, state: State) -> Response:
     """Texts as vectors of length 1."""
     model = await state.model(body.model, request, body.timeout)
     work = await _open(body, request, model)
@@ -46,12 +44,10 @@ async def embeddings(
 
 
 @router.post("/v1/rerank", response_model=RerankReply | list[RankedText], responses=_ERRORS)
-async def rerank(
-    body: Annotated[RerankRequest, Depends(json_body(RerankRequest))], request: Request, state: State
-) -> Response:
+async def rerank(body: JsonBody[RerankRequest], request: Request, state: State) -> Response:
     """How well each document answers a query, best first. With `texts`: a list, as in Text Embeddings Inference."""
     model = await state.model(body.model, request, body.timeout)
-    if (reason := model.llm.embedder.no_ranking) is not None:
+    if (reason := model.llm.text.embedder.no_ranking) is not None:
         raise InvalidRequestError(reason, "model")
     documents = body.contents
     texts = await model.encoder.encode_pairs(body.query, documents)
@@ -80,7 +76,7 @@ async def _open(body: EmbeddingRequest, request: Request, model: ModelState) -> 
         )
     check_embedding(model, body.dimensions)
     cut = None if body.truncation is None else body.truncation.checked(model.llm, EMBEDDING)
-    limit = model.llm.prompt_limit(EMBEDDING) if cut is None else cut.reading_limit(model.config)
+    limit = model.llm.text.prompt_limit(EMBEDDING) if cut is None else cut.reading_limit(model.config)
     options = PromptOptions(
         arguments=body.chat_template_kwargs or {},
         asks=bool(body.add_generation_prompt),

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from cllm.server.inference.embedding import Input
 from cllm.server.inference.truncation import Truncation
-from cllm.server.schema.messages import ChatMessage
+from cllm.server.schema.messages import Messages
 from cllm.server.schema.validation import (
     TOKEN_ID,
     WHOLE,
@@ -91,7 +91,7 @@ class EmbeddingRequest(_Asked):
             "oneOf": [_only("input", "messages", _OF_CHATS), _only("messages", "input")],
         }
     )
-    hints: ClassVar[frozenset[str]] = frozenset({"metadata", "request_id"})
+    hints = frozenset({"metadata", "request_id"})
     unsupported: ClassVar[Unsupported] = {
         "add_special_tokens": (True,),
         "cache_salt": (),
@@ -108,9 +108,9 @@ class EmbeddingRequest(_Asked):
     input: Annotated[_One | Annotated[_Several, Tag("several texts")], Discriminator(_kind), _INPUTS] | None = Field(
         None, description=_INPUT
     )
-    messages: (
-        Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1), AtMost("max_messages", "messages")] | None
-    ) = Field(None, description="A chat to embed, as POST /v1/chat/completions takes it, instead of input.")
+    messages: Messages | None = Field(
+        None, description="A chat to embed, as POST /v1/chat/completions takes it, instead of input."
+    )
     add_generation_prompt: bool | None = Field(
         None, description=_CHAT + "End the text so that the model would answer. Default false."
     )

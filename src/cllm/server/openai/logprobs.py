@@ -184,6 +184,10 @@ class PromptReport:
         self._echoed = echoed
         self._prompt_logprobs = prompt_logprobs
 
+    @property
+    def is_empty(self) -> bool:
+        return self._echoed is None and self._prompt_logprobs is None and not self._form.lists_ids
+
     def entries(self, index: int) -> Sequence[TokenLogprob]:
         """The echoed prompt's, which precede those of an answer."""
         return () if self._echoed is None else self._entries(index, self._echoed)

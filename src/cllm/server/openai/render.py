@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cllm.dialect.deltas import ChatDelta, Delta, ReasoningDelta, ToolCallDelta, ToolCallStart
 from cllm.engine.sampling import TokenLogprob
@@ -64,7 +64,9 @@ def chat_pieces(
         yield f'{start}{{"index":{index},"message":{{"role":"assistant","content":'
         has_text = echo or answer.text or not answer.tool_calls
         yield from text_pieces(echo, answer.text) if has_text else ("null",)
-        yield from _reasoning_pieces(answer)
+        if answer.reasoning:
+            yield ',"reasoning_content":'
+            yield from text_pieces(answer.reasoning)
         yield from _call_pieces(answer)
         yield ',"refusal":null},"logprobs":'
         yield from logprobs.pieces(answer.logprobs) if answer.logprobs is not None else ("null",)
@@ -75,12 +77,6 @@ def chat_pieces(
     yield f'],"usage":{usage.model_dump_json()}'
     yield from report.fields(0)
     yield "}"
-
-
-def _reasoning_pieces(answer: Completion) -> Iterator[str]:
-    if answer.reasoning:
-        yield ',"reasoning_content":'
-        yield from text_pieces(answer.reasoning)
 
 
 def _call_pieces(answer: Completion) -> Iterator[str]:
@@ -105,6 +101,17 @@ def _ids(answer: Completion, form: TokenForm) -> Iterator[str]:
         yield from list_pieces(map(str, answer.generated), entries=4096)
 
 
+class EventForm(NamedTuple):
+    """What the events of a stream have in common."""
+
+    head: Head
+    tokens: TokenForm
+    report: PromptReport
+    include_usage: bool
+    counts: TokenCounts | None = None
+    """For usage in every event, if requested."""
+
+
 class _OpenAIEvents:
     """An event is a constant start, the text and a constant end. No model is built per token."""
 
@@ -113,14 +120,14 @@ class _OpenAIEvents:
     _nothing: str
     """The content of an answer that has not begun."""
 
-    def __init__(self, head: Head, form: TokenForm, *, include_usage: bool, counts: TokenCounts | None = None) -> None:
-        """`counts`: for usage in every event, if requested."""
-        self._lists_ids = form.lists_ids
-        self._include_usage = include_usage
-        self._counts = counts
+    def __init__(self, form: EventForm) -> None:
+        self._lists_ids = form.tokens.lists_ids
+        self._include_usage = form.include_usage
+        self._counts = form.counts
+        self.report = form.report
         self._generated = 0
         """Tokens whose text is in the events so far."""
-        self._start = f"data: {head.start(self._object)}"
+        self._start = f"data: {form.head.start(self._object)}"
         self._end_events(())
 
     def _end_events(self, generated: Sequence[int]) -> None:
@@ -160,69 +167,42 @@ class CompletionEvents(_OpenAIEvents):
     _object = "text_completion"
     _nothing = '"text":""'
 
-    def __init__(
-        self,
-        head: Head,
-        form: TokenForm,
-        *,
-        include_usage: bool,
-        echoes: Mapping[int, str],
-        counts: TokenCounts | None = None,
-    ) -> None:
+    def __init__(self, form: EventForm, echoes: Mapping[int, str]) -> None:
         """`echoes`: the prompts to put in front of answers."""
-        super().__init__(head, form, include_usage=include_usage, counts=counts)
-        self._logprobs = CompletionLogprobs(form)
+        super().__init__(form)
+        self._logprobs = CompletionLogprobs(form.tokens)
         # As JSON without its quotes, once for all answers to a prompt.
         written = {text: "".join(text_pieces(text))[1:-1] for text in set(echoes.values())}
         self._echoes = {index: written[text] for index, text in echoes.items()}
         self._offsets: dict[int, int] = {}
+        self._reported: set[int] = set()
 
     def event(self, delta: Delta) -> str:
         self._count(delta)
         echo = self._echoes.pop(delta.index, "") if self._echoes else ""
-        logprobs = "null" if delta.logprobs is None else self._written(delta.index, delta.logprobs)
+        logprobs = "null" if delta.logprobs is None else "".join(self._logprob_pieces(delta.index, delta.logprobs))
         text = json.dumps(delta.text)
         rest = self._rest(logprobs, delta.finish_reason, delta.stop_reason)
         return f'{self._start}{{"index":{delta.index},"text":"{echo}{text[1:]}{rest}'
 
-    def _written(self, index: int, entries: Sequence[TokenLogprob]) -> str:
-        return "".join(self._logprob_pieces(index, entries))
-
     def _logprob_pieces(self, index: int, entries: Sequence[TokenLogprob]) -> Iterator[str]:
         self._offsets[index] = yield from self._logprobs.pieces(entries, self._offsets.get(index, 0))
 
-
-class ScoredCompletionEvents(CompletionEvents):
-    """The first event of each answer also has what the report says of its prompt."""
-
-    def __init__(
-        self,
-        head: Head,
-        form: TokenForm,
-        report: PromptReport,
-        *,
-        include_usage: bool,
-        echoes: Mapping[int, str],
-        counts: TokenCounts | None = None,
-    ) -> None:
-        super().__init__(head, form, include_usage=include_usage, echoes=echoes, counts=counts)
-        self._report = report
-        self._reported: set[int] = set()
-
     def pieces(self, delta: Delta) -> Iterator[str]:
+        """The first event of each answer also has what the report says of its prompt."""
         index = delta.index
         if index in self._reported:
             yield self.event(delta)
             return
         self._reported.add(index)
         self._count(delta)
-        entries = joined(self._report.entries(index), delta.logprobs or ())
+        entries = joined(self.report.entries(index), delta.logprobs or ())
         text = json.dumps(delta.text)[1:]
         yield f'{self._start}{{"index":{index},"text":"{self._echoes.pop(index, "")}{text},"logprobs":'
         wanted = len(entries) or delta.logprobs is not None
         yield from self._logprob_pieces(index, entries) if wanted else ("null",)
         yield self._rest("null", delta.finish_reason, delta.stop_reason)[len(',"logprobs":null') : -len(self._stop)]
-        yield from self._report.fields(index)
+        yield from self.report.fields(index)
         yield self._stop
 
 
@@ -230,14 +210,24 @@ class ChatEvents(_OpenAIEvents):
     _object = "chat.completion.chunk"
     _nothing = '"delta":{}'
 
-    def __init__(
-        self, head: Head, form: TokenForm, *, include_usage: bool, echo: str, counts: TokenCounts | None = None
-    ) -> None:
+    def __init__(self, form: EventForm, echo: str) -> None:
         """`echo`: the text in front of answers."""
-        super().__init__(head, form, include_usage=include_usage, counts=counts)
-        self._logprobs = ChatLogprobs(form)
+        super().__init__(form)
+        self._logprobs = ChatLogprobs(form.tokens)
         self._echo = json.dumps(echo) if echo else ""
         self._introduced: set[int] = set()
+        self._reported = False
+
+    def pieces(self, delta: ChatDelta) -> Iterator[str]:
+        """The first event also has what the report says of the prompt."""
+        event = self.event(delta)
+        if self._reported:
+            yield event
+            return
+        self._reported = True
+        yield event[: -len("}\n\n")]
+        yield from self.report.fields(0)
+        yield "}\n\n"
 
     def event(self, delta: ChatDelta) -> str:
         if self._echo and delta.index not in self._introduced:
@@ -271,33 +261,6 @@ def _call_delta(delta: ToolCallStart | ToolCallDelta) -> str:
     name = json.dumps(delta.name)
     function = f'{{"name":{name},"arguments":""}}'
     return f'{{"index":{delta.number},"id":{json.dumps(delta.id)},"type":"function","function":{function}}}'
-
-
-class ScoredChatEvents(ChatEvents):
-    """The first event also has what the report says of the prompt."""
-
-    def __init__(
-        self,
-        head: Head,
-        form: TokenForm,
-        report: PromptReport,
-        *,
-        include_usage: bool,
-        echo: str,
-        counts: TokenCounts | None = None,
-    ) -> None:
-        super().__init__(head, form, include_usage=include_usage, echo=echo, counts=counts)
-        self._report: PromptReport | None = report
-
-    def pieces(self, delta: ChatDelta) -> Iterator[str]:
-        report, self._report = self._report, None
-        event = self.event(delta)
-        if report is None:
-            yield event
-            return
-        yield event[: -len("}\n\n")]
-        yield from report.fields(0)
-        yield "}\n\n"
 
 
 def joined(prompt: Sequence[TokenLogprob], answer: Sequence[TokenLogprob]) -> Sequence[TokenLogprob]:

@@ -7,42 +7,40 @@ import math
 import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 
+from cllm.engine.submission import Submission
 from cllm.generation import Completion
 from cllm.server.anthropic.replies import AnthropicModel, AnthropicModels
-from cllm.server.http.response import EventStream, SlicedEventStream, SlicedJsonResponse, unless_gone
+from cllm.server.http.response import DeltaSource, EventStream, SlicedEventStream, SlicedJsonResponse, unless_gone
 from cllm.server.inference.chat import ChatInput, open_chat
 from cllm.server.inference.limits import check_count, check_logprobs
 from cllm.server.inference.pins import pins_of
-from cllm.server.inference.streams import BATCH, CompletionStream, Head, collect
+from cllm.server.inference.streams import BATCH, CompletionStream, Head, collect, sent_by
 from cllm.server.inference.tokenization import each_prompt
 from cllm.server.openai.logprobs import PromptReport, TokenForm
 from cllm.server.openai.render import (
     ChatEvents,
     CompletionEvents,
-    ScoredChatEvents,
-    ScoredCompletionEvents,
+    EventForm,
     chat_pieces,
     completion_pieces,
     usage_of,
 )
 from cllm.server.openai.replies import ChatReply, CompletionReply, ModelCard, ModelList, ServedCard, ServedList
 from cllm.server.openai.schema import ChatRequest, CompletionRequest, OpenAIRequest
-from cllm.server.schema.body import json_body
+from cllm.server.schema.body import JsonBody
 from cllm.server.schema.messages import marks_in
 from cllm.server.schema.replies import ErrorReply, error_responses, event_stream
 from cllm.server.schema.structure import compiled
 from cllm.server.schema.tools import allowed_of, choice_of
-from cllm.server.state import ModelState, ServerState, State, is_operator, session_of, tenant_of, time_left
+from cllm.server.state import ModelState, ServerState, State, is_operator
 
 if TYPE_CHECKING:
     from cllm.engine.params import SamplingParams
-    from cllm.kv.pins import PinMark
     from cllm.served import ServedModel
-    from cllm.structured.matcher import Grammar
 
 log = logging.getLogger("cllm.server")
 
@@ -60,9 +58,7 @@ router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
 
 @router.post("/completions", response_model=CompletionReply, responses={**_ERRORS, **event_stream(_COMPLETION_STREAM)})
-async def completions(
-    body: Annotated[CompletionRequest, Depends(json_body(CompletionRequest))], request: Request, state: State
-) -> Response:
+async def completions(body: JsonBody[CompletionRequest], request: Request, state: State) -> Response:
     """Continue a prompt, or several."""
     model = await state.model(body.model, request, body.timeout)
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
@@ -85,17 +81,18 @@ async def completions(
     echoes = await _echoes(model, shown, n) if body.echo else {}
     head = _head(request, model, "cmpl")
     batch = 1 if max(map(len, echoes.values()), default=0) > _LONG_ECHO else BATCH
-    pins = [pins_of(model, body.cache_control, prompt) for prompt in prompts]
     grammar = await compiled(model.llm, params)
-    completions = _completions(request, model, body, prompts, params, head.id, pins, grammar, batch)
+    asked = [
+        Submission(each, params, pins=pins_of(model, body.cache_control, each), grammar=grammar) for each in prompts
+    ]
+    _log_user(body, head.id)
+    sent = sent_by(request, model, asked, head.id, priority=body.priority, timeout=body.timeout)
+    completions = CompletionStream(model.llm, sent, batch)
     report = PromptReport(completions, form, n, echoed=echoed, prompt_logprobs=body.prompt_logprobs)
     if body.stream:
-        usage, counts = body.include_usage, completions if body.continuous_usage else None
-        if params.prompt_logprobs is not None or form.lists_ids:
-            scored = ScoredCompletionEvents(head, form, report, include_usage=usage, echoes=echoes, counts=counts)
-            return SlicedEventStream(completions, scored, scored.progress if body.return_progress else None)
-        events = CompletionEvents(head, form, include_usage=usage, echoes=echoes, counts=counts)
-        return EventStream(completions, events, events.progress if body.return_progress else None)
+        counts = completions if body.continuous_usage else None
+        event_form = EventForm(head, form, report, body.include_usage, counts)
+        return _stream(body, completions, CompletionEvents(event_form, echoes))
     answers = _whole(len(prompts) * best_of, with_logprobs=logprobs is not None)
     whole = await unless_gone(request.receive, collect(completions, answers))
     if best_of > n:
@@ -104,48 +101,48 @@ async def completions(
 
 
 @router.post("/chat/completions", response_model=ChatReply, responses={**_ERRORS, **event_stream(_CHAT_STREAM)})
-async def chat_completions(
-    body: Annotated[ChatRequest, Depends(json_body(ChatRequest))], request: Request, state: State
-) -> Response:
+async def chat_completions(body: JsonBody[ChatRequest], request: Request, state: State) -> Response:
     """Answer the last message of a conversation."""
     chat = await open_chat(state, request, chat_input_of(body), "chatcmpl-")
     _log_user(body, chat.head.id)
     form, echo = _token_form(body, chat.model), body.echoed
     report = PromptReport(chat, form, body.n or 1, prompt_logprobs=body.prompt_logprobs)
     if body.stream:
-        usage, counts = body.include_usage, chat if body.continuous_usage else None
-        if body.prompt_logprobs is not None or form.lists_ids:
-            scored = ScoredChatEvents(chat.head, form, report, include_usage=usage, echo=echo, counts=counts)
-            return SlicedEventStream(chat, scored, scored.progress if body.return_progress else None)
-        events = ChatEvents(chat.head, form, include_usage=usage, echo=echo, counts=counts)
-        return EventStream(chat, events, events.progress if body.return_progress else None)
+        counts = chat if body.continuous_usage else None
+        return _stream(body, chat, ChatEvents(EventForm(chat.head, form, report, body.include_usage, counts), echo))
     answers = _whole(body.n or 1, with_logprobs=bool(body.logprobs))
     whole = await unless_gone(request.receive, collect(chat, answers))
     return SlicedJsonResponse(chat_pieces(chat.head, whole, usage_of(chat), form, echo, report))
 
 
+def _stream(body: OpenAIRequest, source: DeltaSource[Any], events: CompletionEvents | ChatEvents) -> EventStream:
+    kind = EventStream if events.report.is_empty else SlicedEventStream
+    return kind(source, events, events.progress if body.return_progress else None)
+
+
 @router.get("/models", responses=error_responses(ErrorReply, 401))
 async def models(request: Request, state: State) -> ServedList | ModelList | AnthropicModels:
     """The available models, in Anthropic's format if the header anthropic-version is sent."""
+    cards = [card_of(state, served, sees_all=is_operator(request)) for served in state.serves.models]
     if "anthropic-version" in request.headers:
-        return _for_anthropic(state)
-    if state.several is not None:
-        sees_all = is_operator(request)
-        cards = [served_card(served, state.created, sees_all=sees_all) for served in state.several.models]
-        return ServedList(data=list(cards), memory_budget_bytes=state.several.budget)
-    return ModelList(data=[_card(state)])
+        data = [_anthropic_card(card) for card in cards]
+        return AnthropicModels(data=data, first_id=data[0].id, last_id=data[-1].id)
+    sharing = state.serves.sharing
+    return ModelList(data=cards) if sharing is None else ServedList(data=cards, memory_budget_bytes=sharing.budget)
 
 
 @router.get("/models/{model_id:path}", responses=error_responses(ErrorReply, 401, 404))
 async def model(model_id: str, request: Request, state: State) -> ServedCard | ModelCard | AnthropicModel:
     """One model, by any of its names; in Anthropic's format if the header anthropic-version is sent."""
-    if "anthropic-version" in request.headers:
-        return _one_for_anthropic(model_id, state)
-    if state.several is not None:
-        return served_card(state.find(model_id), state.created, sees_all=is_operator(request))
-    assert state.one is not None
-    state.one.check_name(model_id)
-    return _card(state)
+    card = card_of(state, state.find(model_id), sees_all=is_operator(request))
+    return _anthropic_card(card) if "anthropic-version" in request.headers else card
+
+
+def card_of(state: ServerState, served: ServedModel, *, sees_all: bool) -> ServedCard | ModelCard:
+    if state.serves.sharing is not None:
+        return served_card(served, state.created, sees_all=sees_all)
+    assert served.llm is not None
+    return ModelCard(id=served.name, created=state.created, max_model_len=served.llm.text.max_context)
 
 
 def served_card(served: ServedModel, created: int, *, sees_all: bool) -> ServedCard:
@@ -156,7 +153,7 @@ def served_card(served: ServedModel, created: int, *, sees_all: bool) -> ServedC
     return ServedCard(
         id=served.name,
         created=created,
-        max_model_len=loaded.max_context if loaded is not None else served.estimate.context,
+        max_model_len=loaded.text.max_context if loaded is not None else served.estimate.context,
         aliases=[name for name in names if name != served.name],
         state=served.state if served.state != "ready" or served.ready else "failed",
         error=served.error if sees_all else None,
@@ -168,23 +165,6 @@ def served_card(served: ServedModel, created: int, *, sees_all: bool) -> ServedC
     )
 
 
-def _for_anthropic(state: ServerState) -> AnthropicModels:
-    if state.several is None:
-        cards = [_anthropic_card(_card(state))]
-    else:
-        served = [served_card(each, state.created, sees_all=False) for each in state.several.models]
-        cards = [_anthropic_card(each) for each in served]
-    return AnthropicModels(data=cards, first_id=cards[0].id, last_id=cards[-1].id)
-
-
-def _one_for_anthropic(model_id: str, state: ServerState) -> AnthropicModel:
-    if state.several is not None:
-        return _anthropic_card(served_card(state.find(model_id), state.created, sees_all=False))
-    assert state.one is not None
-    state.one.check_name(model_id)
-    return _anthropic_card(_card(state))
-
-
 def _anthropic_card(card: ServedCard | ModelCard) -> AnthropicModel:
     return AnthropicModel(
         id=card.id,
@@ -193,11 +173,6 @@ def _anthropic_card(card: ServedCard | ModelCard) -> AnthropicModel:
         max_input_tokens=card.max_model_len,
         max_tokens=card.max_model_len,
     )
-
-
-def _card(state: ServerState) -> ModelCard:
-    assert state.one is not None
-    return ModelCard(id=state.one.served_name, created=state.created, max_model_len=state.one.llm.max_context)
 
 
 def _params(
@@ -248,7 +223,7 @@ async def _prompts(
 
 def _token_form(body: OpenAIRequest, model: ModelState) -> TokenForm:
     by_ids, lists_ids = bool(body.return_tokens_as_token_ids), bool(body.return_token_ids)
-    return TokenForm(model.llm.tokenizer, by_ids=by_ids, lists_ids=lists_ids)
+    return TokenForm(model.llm.text.tokenizer, by_ids=by_ids, lists_ids=lists_ids)
 
 
 async def _echoes(model: ModelState, texts: Sequence[str | Sequence[int]], n: int) -> dict[int, str]:
@@ -262,33 +237,6 @@ async def _echoes(model: ModelState, texts: Sequence[str | Sequence[int]], n: in
 
 def _head(request: Request, model: ModelState, prefix: str) -> Head:
     return Head(f"{prefix}-{request.state.unique_id}", int(time.time()), model.served_name)
-
-
-def _completions(
-    request: Request,
-    model: ModelState,
-    body: OpenAIRequest,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    request_id: str,
-    pins: Sequence[Sequence[PinMark]],
-    grammar: Grammar | None,
-    batch: int = BATCH,
-) -> CompletionStream:
-    _log_user(body, request_id)
-    return CompletionStream(
-        model.llm,
-        prompts,
-        params,
-        request_id=request_id,
-        priority=body.priority,
-        timeout_s=time_left(request, model, body.timeout),
-        batch=batch,
-        session=session_of(request),
-        tenant=tenant_of(request),
-        pins=pins,
-        grammar=grammar,
-    )
 
 
 def _whole(count: int, *, with_logprobs: bool) -> list[Completion]:

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from cllm.engine.params import MAX_LOGPROBS
 from cllm.server.inference.truncation import Truncation
-from cllm.server.schema.messages import MOST_MARKS, ChatMessage, check_calls, count_marks
+from cllm.server.schema.messages import MOST_MARKS, Messages, check_calls, count_marks, effort_arguments
 from cllm.server.schema.sampling import RETURN_PROGRESS, SamplingFields, in_range
 from cllm.server.schema.tools import Choice, Tools, check_tools
 from cllm.server.schema.validation import (
@@ -35,7 +35,7 @@ _PROMPT = "A string, several strings, token ids, or several lists of token ids."
 
 
 class StreamOptions(RequestModel):
-    hints: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+    hints = frozenset({"include_obfuscation"})
 
     include_usage: bool | None = Field(None, description="End the stream with an event that holds the usage.")
     continuous_usage_stats: bool | None = Field(
@@ -61,52 +61,26 @@ HINTS = frozenset({
 """Parameters of OpenAI, vLLM and llama-server that do not affect the answer."""
 
 OTHERS: Unsupported = {
-    "moderation": (),
-    "include_stop_str_in_output": (False,),
+    **dict.fromkeys((
+        "moderation", "guided_whitespace_pattern", "allowed_token_ids", "repetition_detection", "thinking_token_budget",
+        "cache_salt", "kv_transfer_params", "ec_transfer_params", "vllm_xargs", "samplers",
+    ), ()),
+    **dict.fromkeys((
+        "include_stop_str_in_output", "use_beam_search", "grammar_lazy", "return_token_offsets", "timings_per_token",
+        "return_tokens", "post_sampling_probs",
+    ), (False,)),
     "skip_special_tokens": (True,),
-    "use_beam_search": (False,),
-    "length_penalty": (1.0,),
-    "bad_words": ([],),
-    "guided_whitespace_pattern": (),
-    "grammar_lazy": (False,),
-    "grammar_triggers": ([],),
-    "preserved_tokens": ([],),
-    "stop_regex": ([],),
-    "allowed_token_ids": (),
-    "logits_processors": ([],),
-    "logprob_token_ids": ([],),
-    "repetition_detection": (),
-    "thinking_token_budget": (),
-    "cache_salt": (),
-    "kv_transfer_params": (),
-    "ec_transfer_params": (),
-    "vllm_xargs": (),
-    "return_token_offsets": (False,),
-    "timings_per_token": (False,),
-    "return_tokens": (False,),
-    "response_fields": ([],),
-    "post_sampling_probs": (False,),
-    "lora": ([],),
-    "samplers": (),
-    "n_predict": (-1,),
-    "n_cmpl": (1,),
-    "n_keep": (0,),
-    "n_discard": (0,),
-    "n_indent": (0,),
-    "n_probs": (0,),
-    "min_keep": (0,),
-    "t_max_predict_ms": (0, -1),
-    "reasoning_budget_tokens": (-1,),
-    "typical_p": (1.0, 1),
-    "top_n_sigma": (-1.0, -1),
-    "dynatemp_range": (0.0, 0),
-    "mirostat": (0,),
-    "repeat_penalty": (1.0, 1),
-    "repeat_last_n": (-1,),
-    "xtc_probability": (0.0, 0),
-    "dry_multiplier": (0.0, 0),
-    "adaptive_target": (-1.0, -1),
-}
+    **dict.fromkeys((
+        "bad_words", "grammar_triggers", "preserved_tokens", "stop_regex", "logits_processors", "logprob_token_ids",
+        "response_fields", "lora",
+    ), ([],)),
+    **dict.fromkeys(("n_keep", "n_discard", "n_indent", "n_probs", "min_keep", "mirostat"), (0,)),
+    **dict.fromkeys(("dynatemp_range", "xtc_probability", "dry_multiplier"), (0.0, 0)),
+    **dict.fromkeys(("n_predict", "reasoning_budget_tokens", "repeat_last_n"), (-1,)),
+    **dict.fromkeys(("top_n_sigma", "adaptive_target"), (-1.0, -1)),
+    **dict.fromkeys(("typical_p", "repeat_penalty"), (1.0, 1)),
+    "length_penalty": (1.0,), "n_cmpl": (1,), "t_max_predict_ms": (0, -1),
+}  # fmt: skip
 """Parameters of vLLM, SGLang and llama-server that would change the answer, with the values that do not."""
 
 OTHER_NAMES = {"n_predict": "max_tokens", "n_cmpl": "n", "n_probs": "logprobs", "repeat_penalty": "repetition_penalty"}
@@ -168,7 +142,7 @@ class CompletionRequest(OpenAIRequest):
             "allOf": [_together("stream_options", "stream")],
         }
     )
-    hints: ClassVar[frozenset[str]] = HINTS
+    hints = HINTS
     unsupported: ClassVar[Unsupported] = {**OTHERS, "add_special_tokens": (True,), "prompt_embeds": ()}
     instead: ClassVar[Mapping[str, str]] = OTHER_NAMES
 
@@ -223,25 +197,18 @@ class ChatRequest(OpenAIRequest):
             "allOf": [_together("stream_options", "stream"), _together("top_logprobs", "logprobs")],
         }
     )
-    hints: ClassVar[frozenset[str]] = HINTS | {"verbosity"}
+    hints = HINTS | {"verbosity"}
     unsupported: ClassVar[Unsupported] = {
-        "functions": ([],),
-        "function_call": ("none",),
-        "modalities": (["text"],),
-        "audio": (),
-        "web_search_options": (),
         **OTHERS,
-        "add_special_tokens": (False,),
-        "chat_template": (),
-        "documents": ([],),
-        "mm_processor_kwargs": (),
-        "media_io_kwargs": (),
-        "best_of": (1,),
-        "parse_tool_calls": (True,),
-        "reasoning_control": (False,),
-        "return_prompt_text": (False,),
-        "return_assistant_tokens_mask": (False,),
-    }
+        **dict.fromkeys((
+            "audio", "web_search_options", "chat_template", "mm_processor_kwargs", "media_io_kwargs",
+        ), ()),
+        **dict.fromkeys((
+            "add_special_tokens", "reasoning_control", "return_prompt_text", "return_assistant_tokens_mask",
+        ), (False,)),
+        "functions": ([],), "function_call": ("none",), "modalities": (["text"],), "documents": ([],),
+        "best_of": (1,), "parse_tool_calls": (True,),
+    }  # fmt: skip
     instead: ClassVar[Mapping[str, str]] = {
         **OTHER_NAMES,
         "n_probs": "logprobs = true and top_logprobs",
@@ -249,9 +216,7 @@ class ChatRequest(OpenAIRequest):
         "function_call": "tool_choice",
     }
 
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1), AtMost("max_messages", "messages")] = (
-        Field(examples=[[{"role": "user", "content": "What is the capital of France?"}]])
-    )
+    messages: Messages = Field(examples=[[{"role": "user", "content": "What is the capital of France?"}]])
     max_tokens: Annotated[Int32, in_range("max_tokens")] | None = Field(
         None, description="The old name of max_completion_tokens."
     )
@@ -324,12 +289,7 @@ class ChatRequest(OpenAIRequest):
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        arguments = dict(self.chat_template_kwargs or {})
-        if self.reasoning_effort is not None:
-            arguments.setdefault("reasoning_effort", self.reasoning_effort)
-        if self.reasoning_effort == "none":
-            arguments.setdefault("enable_thinking", False)
-        return arguments
+        return {**effort_arguments(self.reasoning_effort), **(self.chat_template_kwargs or {})}
 
     @property
     def separates_reasoning(self) -> bool | None:

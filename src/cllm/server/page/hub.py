@@ -92,7 +92,7 @@ class Hub:
                 code="too_many_watchers",
                 headers={"Retry-After": "10"},
             )
-        self._llm.watch()
+        self._llm.executor.watch()
         self._watchers += 1
         if self._ticking is None or self._ticking.done():
             # What the last watchers saw is old, and no event says what has changed since.
@@ -102,7 +102,7 @@ class Hub:
 
     async def _leave(self) -> None:
         self._watchers -= 1
-        self._llm.unwatch()
+        self._llm.executor.unwatch()
         if self._watchers == 0 and self._ticking is not None:
             ticking, self._ticking = self._ticking, None
             ticking.cancel()
@@ -133,9 +133,9 @@ class Hub:
     async def _tick(self) -> None:
         quiet, in_thread = 0, True
         try:
-            self._listener = await self._llm.listen()
+            self._listener = await self._llm.executor.listen()
             while True:
-                view = self._llm.view()
+                view = self._llm.executor.view()
                 known = self._frame and self._frame.view
                 quiet = quiet + 1 if view is known else 0
                 if view is not None and quiet % QUIET_TICKS == 0:
@@ -160,7 +160,7 @@ class Hub:
             self._text_of,
             self._kept(),
             news,
-            self._llm.replicas(),
+            self._llm.executor.replicas(),
         )
         if in_thread:
             frame, data, seconds = await asyncio.to_thread(_encode, self._frame, source)
@@ -179,19 +179,19 @@ class Hub:
         llm = self._llm
         return {
             "model": self._alias or llm.model_name,
-            "backend": llm.backend_name,
-            "context": llm.max_context,
+            "backend": llm.text.facts.traits.name,
+            "context": llm.text.max_context,
             "block_tokens": self._block_tokens,
         }
 
     def _kept(self) -> dict[str, Any]:
-        details = self._llm.kv()["details"]
+        details = self._llm.executor.kv()["details"]
         return {part: details[part] for part in KEPT if details.get(part) is not None}
 
     def _now(self) -> dict[str, Any]:
-        snapshot = self._llm.snapshot()
+        snapshot = self._llm.executor.snapshot()
         numbers = {key: value for key, value in snapshot._asdict().items() if key not in ("kv", "finished")}
-        is_here = self._llm.replicas() is None  # otherwise this process holds none of the memory that is shown
+        is_here = self._llm.executor.replicas() is None  # otherwise this process holds none of the memory that is shown
         return {
             "time": round(time.time(), 3),
             **({"resident_bytes": self._process.memory_info().rss} if is_here else {}),
@@ -219,7 +219,7 @@ def _text_source(llm: AsyncLLM) -> TextOf:
 
     @lru_cache(maxsize=1024)
     def decode(tokens: tuple[int, ...]) -> str:
-        return llm.tokenizer.decode(tokens)
+        return llm.text.tokenizer.decode(tokens)
 
     def text_of(tokens: Sequence[int]) -> str:
         return decode(tuple(tokens))

@@ -12,7 +12,7 @@ from cllm.server.schema.tools import ToolCallIds
 
 if TYPE_CHECKING:
     from cllm.server.inference.blocks import ContentBlocks
-    from cllm.server.responses.schema import CustomCall, FunctionCall, FunctionOutput, Item, MessageItem, ReasoningItem
+    from cllm.server.responses.schema import CustomCall, FunctionCall, FunctionOutput, Item
     from cllm.server.responses.tools import ToolNames
 
 _ORDER = ("reasoning_content", "content", "tool_calls")
@@ -60,20 +60,13 @@ class ConversationBuilder:
         elif item.type == "function_call_output" or item.type == "custom_tool_call_output":
             self._add_output(item, where)
         elif item.type == "reasoning":
-            self._add_reasoning(item)
-        else:
-            self._add_message(item)
-
-    def _add_message(self, item: MessageItem) -> None:
-        if item.role == "assistant":
+            if (text := item.plain_text) is not None:
+                self._assistant("reasoning_content")["reasoning_content"] = text
+        elif item.role == "assistant":
             self._assistant("content")["content"] = item.plain_text
-            return
-        self._open = None
-        self.messages.append({"role": item.role, "content": item.plain_text})
-
-    def _add_reasoning(self, item: ReasoningItem) -> None:
-        if (text := item.plain_text) is not None:
-            self._assistant("reasoning_content")["reasoning_content"] = text
+        else:
+            self._open = None
+            self.messages.append({"role": item.role, "content": item.plain_text})
 
     def _add_call(self, item: FunctionCall | CustomCall, where: str) -> None:
         self._calls.add_call(item.call_id, item.called.flat_name, f"{where}.call_id")
@@ -104,10 +97,6 @@ class ConversationBuilder:
             self._calls.add_result(message["tool_call_id"], "previous_response_id")
 
 
-def _refusal(param: str, reason: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{param} {reason}.", param)
-
-
 def _call(call_id: str, called: CalledTool, arguments: str, where: str | None = None) -> dict[str, Any]:
     """`item` is for those who ask for the input of a stored response; chat templates do not see it."""
     function = {"name": called.flat_name, "arguments": _read(arguments, where)}
@@ -122,7 +111,7 @@ def _read(arguments: str, where: str | None) -> dict[str, Any] | str:
     if arguments.count(",") + arguments.count("[") + arguments.count("{") > MOST_ARGUMENT_VALUES:
         if where is None:
             return arguments
-        raise _refusal(where, f"has more than {MOST_ARGUMENT_VALUES} values")
+        raise InvalidRequestError(f"{where} has more than {MOST_ARGUMENT_VALUES} values.", where)
     try:
         found = json.loads(arguments or "{}")
     except (ValueError, RecursionError):

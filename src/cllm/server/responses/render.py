@@ -39,7 +39,7 @@ class ResponseForm:
         self._chat = chat
         self._names = names
         self._echo = f'{echo},"store":{as_json(stored)}'
-        self._logprobs = ChatLogprobs(TokenForm(chat.model.llm.tokenizer))
+        self._logprobs = ChatLogprobs(TokenForm(chat.model.llm.text.tokenizer))
 
     def begun(self, status: str = "in_progress", error: dict[str, str] | None = None) -> str:
         """A response without output."""
@@ -162,7 +162,7 @@ class ResponseEvents:
             block.parts.append(delta.text)  # the common case; the code below would do the same
             return f'{self._growing}{self._next()},"logprobs":[],"delta":{json.dumps(delta.text)}}}\n\n'
         change = self.blocks.add(delta)
-        written = "" if self._number else self._begin()
+        written = "" if self._number else f"{self._created()}{self._in_progress()}}}\n\n"
         if self.blocks.end is not None:
             self._last = change.ended
             return written
@@ -199,9 +199,6 @@ class ResponseEvents:
     def failed(self, problem: Problem) -> str:
         error = {"code": "server_error", "message": problem.message}
         return f'{self._head("response.failed")},"response":{self._form.begun("failed", error)}}}\n\n'
-
-    def _begin(self) -> str:
-        return f"{self._created()}{self._in_progress()}}}\n\n"
 
     def _created(self) -> str:
         return f'{self._head("response.created")},"response":{self._form.begun()}}}\n\n'

@@ -6,9 +6,9 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 
 from cllm.errors import InvalidRequestError
 from cllm.server.errors import ApiError
@@ -23,7 +23,8 @@ from cllm.server.responses.replies import DeletedReply, InputItemsReply, InputTo
 from cllm.server.responses.schema import AllowedTools, ResponsesRequest, ResponseToolChoice
 from cllm.server.responses.store import Stored
 from cllm.server.responses.tools import ToolNames
-from cllm.server.schema.body import json_body
+from cllm.server.schema.body import JsonBody
+from cllm.server.schema.messages import effort_arguments
 from cllm.server.schema.replies import ErrorReply, error_responses, event_stream
 from cllm.server.schema.tools import NamedTool, ToolChoice
 from cllm.server.schema.validation import shorten
@@ -42,9 +43,7 @@ router = APIRouter(prefix="/v1/responses", tags=["OpenAI"])
 
 
 @router.post("", response_model=ResponseReply, responses={**_ERRORS, **event_stream(_STREAM)})
-async def create(
-    body: Annotated[ResponsesRequest, Depends(json_body(ResponsesRequest))], request: Request, state: State
-) -> Response:
+async def create(body: JsonBody[ResponsesRequest], request: Request, state: State) -> Response:
     """Answer a text or a conversation, which may continue an earlier response."""
     conversation, size = await _read(state, request, body)
     with _as_input():
@@ -54,7 +53,7 @@ async def create(
     if body.end_user:
         log.debug("%s user=%r", chat.head.id, body.end_user)
     saver = None
-    if _stores(state, body):
+    if body.store is not False and state.responses.keeps:
         saver = _ResponseSaver(state, tenant_of(request), chat.head.id, conversation, size, body.tool_names)
     form = ResponseForm(chat, body.echo, body.tool_names, stored=saver is not None)
 
@@ -78,9 +77,7 @@ def _marked(body: ResponsesRequest, response: Response) -> Response:
 
 
 @router.post("/input_tokens", responses=_ERRORS)
-async def count_input(
-    body: Annotated[ResponsesRequest, Depends(json_body(ResponsesRequest))], request: Request, state: State
-) -> InputTokensReply:
+async def count_input(body: JsonBody[ResponsesRequest], request: Request, state: State) -> InputTokensReply:
     """Count the prompt tokens of a request for a response. Nothing is generated."""
     conversation, _ = await _read(state, request, body)
     with _as_input():
@@ -92,10 +89,7 @@ async def input_items(response_id: str, request: Request, state: State) -> Respo
     """The items that a stored response answers, those of the responses that it continues included. The newest first,
     unless `order` is `asc`; `limit` and `after` as in OpenAI's API."""
     page = Page.of(request.query_params)
-    stored = state.responses.get(tenant_of(request), response_id)
-    if stored is None:
-        raise _not_stored(state, response_id)
-    conversation, asked = stored.conversation, stored.asked
+    conversation, _, asked = _stored(state, request, response_id)
     items = await state.bodies.run(len(conversation), lambda: items_of(json.loads(conversation)[:asked], response_id))
     return SlicedJsonResponse(page.pieces(items))
 
@@ -105,10 +99,7 @@ async def retrieve(response_id: str, request: Request, state: State) -> Response
     """A stored response."""
     if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
         raise ApiError(400, "stream is not supported here: only whole responses are stored.", param="stream")
-    stored = state.responses.get(tenant_of(request), response_id)
-    if stored is None:
-        raise _not_stored(state, response_id)
-    return Response(stored.response, media_type="application/json")
+    return Response(_stored(state, request, response_id).response, media_type="application/json")
 
 
 @router.delete("/{response_id}", responses=_STORED_ERRORS)
@@ -136,19 +127,17 @@ async def compact() -> ErrorReply:
     raise ApiError(400, "compact is not supported: this server does not shorten conversations.", code="unsupported")
 
 
-async def _before(state: ServerState, request: Request, body: ResponsesRequest) -> bytes:
-    """The stored conversation that the request continues, as JSON."""
-    if body.previous_response_id is None:
-        return b"[]"
-    stored = state.responses.get(tenant_of(request), body.previous_response_id)
+def _stored(state: ServerState, request: Request, response_id: str, param: str | None = None) -> Stored:
+    stored = state.responses.get(tenant_of(request), response_id)
     if stored is None:
-        raise _not_stored(state, body.previous_response_id, "previous_response_id")
-    return stored.conversation
+        raise _not_stored(state, response_id, param)
+    return stored
 
 
 async def _read(state: ServerState, request: Request, body: ResponsesRequest) -> tuple[ConversationBuilder, int]:
     """The conversation, and about its size as JSON."""
-    before = await _before(state, request, body)
+    continued = body.previous_response_id
+    before = b"[]" if continued is None else _stored(state, request, continued, "previous_response_id").conversation
     size = len(before) + len(await request.body())
     conversation = await state.bodies.run(size, lambda: _conversation(before, body))
     if not with_instructions(body.instructions, conversation.messages):
@@ -182,7 +171,7 @@ def _chat_input(body: ResponsesRequest, conversation: ConversationBuilder) -> Ch
         tool_choice=_choice(body),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         structure=body.structure,
-        template_arguments=_template_arguments(effort),
+        template_arguments=effort_arguments(effort),
         separate_reasoning=True,
         model=body.model,
         priority=body.priority,
@@ -191,20 +180,11 @@ def _chat_input(body: ResponsesRequest, conversation: ConversationBuilder) -> Ch
     )
 
 
-def _template_arguments(effort: str | None) -> dict[str, Any]:
-    given: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-    return {**given, "enable_thinking": False} if effort == "none" else given
-
-
 def _choice(body: ResponsesRequest) -> ToolChoice:
     choice = body.tool_choice
     if isinstance(choice, ResponseToolChoice):
         return NamedTool(body.tool_names.find(choice.name) or choice.name)
     return choice.mode if isinstance(choice, AllowedTools) else choice or "auto"
-
-
-def _stores(state: ServerState, body: ResponsesRequest) -> bool:
-    return body.store is not False and state.responses.keeps
 
 
 def _not_stored(state: ServerState, response_id: str, param: str | None = None) -> ApiError:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from typing import Annotated, Any, ClassVar, Literal
+from functools import cached_property
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, PrivateAttr, Tag, model_validator
+from pydantic import ConfigDict, Field, Tag
 from pydantic_core import PydanticCustomError
 from typing_extensions import NotRequired, TypedDict
 
@@ -21,7 +21,6 @@ from cllm.server.schema.validation import (
     END_USER,
     WHOLE,
     AtMost,
-    Hint,
     ModelName,
     MustBe,
     RequestModel,
@@ -51,12 +50,10 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class ItemText(RequestModel):
+    hints = frozenset({"annotations", "logprobs", "parsed", "prompt_cache_breakpoint"})
+
     type: Literal["input_text", "output_text", "text"]
     text: Text
-    annotations: Hint = None
-    logprobs: Hint = None
-    parsed: Hint = None
-    prompt_cache_breakpoint: Hint = None
 
 
 class ItemRefusal(RequestModel):
@@ -81,14 +78,13 @@ TextOrParts = Annotated[Text | Parts, MustBe("a string or a list of content part
 
 
 class MessageItem(RequestModel):
+    hints = frozenset({"id", "phase", "status"})
+
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"] = Field(
         description="`developer` is another word for `system`."
     )
     content: TextOrParts
-    id: Hint = None
-    status: Hint = None
-    phase: Hint = None
 
     @property
     def plain_text(self) -> str:
@@ -96,17 +92,13 @@ class MessageItem(RequestModel):
 
 
 class FunctionCall(RequestModel):
-    hints: ClassVar[frozenset[str]] = frozenset({"async"})
+    hints = frozenset({"async", "caller", "id", "parsed_arguments", "status"})
 
     type: Literal["function_call"]
     call_id: CallId
     name: CallId
     arguments: Text
     namespace: CallId | None = None
-    id: Hint = None
-    status: Hint = None
-    caller: Hint = None
-    parsed_arguments: Hint = None
 
     @property
     def called(self) -> CalledTool:
@@ -114,14 +106,13 @@ class FunctionCall(RequestModel):
 
 
 class CustomCall(RequestModel):
+    hints = frozenset({"caller", "id", "status"})
+
     type: Literal["custom_tool_call"]
     call_id: CallId
     name: CallId
     input: Text
     namespace: CallId | None = None
-    id: Hint = None
-    status: Hint = None
-    caller: Hint = None
 
     @property
     def called(self) -> CalledTool:
@@ -133,14 +124,11 @@ class CustomCall(RequestModel):
 
 
 class FunctionOutput(RequestModel):
+    hints = frozenset({"caller", "id", "name", "namespace", "status"})
+
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: CallId
     output: TextOrParts
-    id: Hint = None
-    name: Hint = None
-    namespace: Hint = None
-    caller: Hint = None
-    status: Hint = None
 
     @property
     def plain_text(self) -> str:
@@ -155,12 +143,11 @@ class ReasoningText(RequestModel):
 class ReasoningItem(RequestModel):
     """Its text, or else its summary, goes to the chat template; encrypted content is left out."""
 
+    hints = frozenset({"encrypted_content", "id", "status"})
+
     type: Literal["reasoning"]
     summary: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
     content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
-    id: Hint = None
-    encrypted_content: Hint = None
-    status: Hint = None
 
     @property
     def plain_text(self) -> str | None:
@@ -244,22 +231,20 @@ class TextFields(RequestModel):
 
 
 class ReasoningFields(RequestModel):
+    hints = frozenset({"context", "generate_summary", "summary"})
     unsupported: ClassVar[Unsupported] = {"mode": ("standard",)}
 
     effort: Annotated[Text, Field(max_length=32)] | None = Field(
         None, description="Given to the chat template as reasoning_effort."
     )
-    summary: Hint = None
-    generate_summary: Hint = None
-    context: Hint = None
 
 
 class ResponseStreamOptions(RequestModel):
-    include_obfuscation: Hint = None
+    hints = frozenset({"include_obfuscation"})
 
 
 class PromptCacheOptions(RequestModel):
-    hints: ClassVar[frozenset[str]] = frozenset({"comparison_response_id", "mode", "ttl"})
+    hints = frozenset({"comparison_response_id", "mode", "ttl"})
     unsupported: ClassVar[Unsupported] = {"prewarm": (False,)}  # with true, nothing is generated
 
 
@@ -280,6 +265,10 @@ class ResponsesRequest(SamplingFields):
     model_config = ConfigDict(
         json_schema_extra={"example": {"input": "What is the capital of France?", "max_output_tokens": 64}}
     )
+    hints = frozenset({
+        "access_programs", "client_metadata", "image", "max_tool_calls", "prompt_cache_key", "prompt_cache_retention",
+        "service_tier",
+    })  # fmt: skip
     unsupported: ClassVar[Unsupported] = {
         "background": (False,),
         "conversation": (),
@@ -329,57 +318,46 @@ class ResponsesRequest(SamplingFields):
     return_progress: bool | None = RETURN_PROGRESS
     user: UserName | None = Field(None, description=END_USER)
     safety_identifier: UserName | None = Field(None, description="The new name of user.")
-    access_programs: Hint = None
-    client_metadata: Hint = None
-    image: Hint = None
-    max_tool_calls: Hint = None
-    service_tier: Hint = None
-    prompt_cache_key: Hint = None
     prompt_cache_options: PromptCacheOptions | None = None
-    prompt_cache_retention: Hint = None
-
-    _names: ToolNames = PrivateAttr()
-    _tools: list[Tool] = PrivateAttr()
-    _echo: str = PrivateAttr()
 
     def contradictions(self) -> Iterator[PydanticCustomError]:
         yield from super().contradictions()
         yield from raised_by(self._check_tools)
+        _ = self.echo  # here, because bodies are validated where that does not block others
         if self.input == "":
             yield refusal("input", "is empty")
 
-    @model_validator(mode="after")
-    def _convert(self) -> ResponsesRequest:
-        """Here, because bodies are validated where that does not block others."""
-        with suppress(PydanticCustomError):  # which `contradictions` reports
-            self._names = ToolNames(self.tools or ())
-            choice = self.tool_choice
-            allowed = (
-                {self._names.find(tool.name) for tool in choice.tools} if isinstance(choice, AllowedTools) else None
-            )
-            self._tools = [tool for name, tool in self._names.tools.items() if allowed is None or name in allowed]
-        self._echo = as_json(self._echoed())[1:-1]
-        return self
-
     def _check_tools(self) -> None:
-        names, choice = ToolNames(self.tools or ()), self.tool_choice
-        if choice == "required" and not names.tools:
+        if self.tool_choice == "required" and not self.tool_names.tools:
             raise refusal("tool_choice", "is only allowed together with tools")
-        chosen = (
-            [choice]
-            if isinstance(choice, ResponseToolChoice)
-            else choice.tools
-            if isinstance(choice, AllowedTools)
-            else []
-        )
-        for tool in chosen:
-            if names.find(tool.name) is None:
+        for tool in self._chosen:
+            if self.tool_names.find(tool.name) is None:
                 raise refusal("tool_choice", f"names {shorten(repr(tool.name))}, which is not among the tools")
+        _ = self.chat_tools
 
-    def _echoed(self) -> dict[str, Any]:
-        """The fields of the request that its response repeats."""
+    @property
+    def _chosen(self) -> list[ResponseToolChoice]:
+        if isinstance(self.tool_choice, AllowedTools):
+            return self.tool_choice.tools
+        return [self.tool_choice] if isinstance(self.tool_choice, ResponseToolChoice) else []
+
+    @cached_property
+    def tool_names(self) -> ToolNames:
+        return ToolNames(self.tools or ())
+
+    @cached_property
+    def chat_tools(self) -> list[Tool]:
+        tools = self.tool_names.tools
+        if not isinstance(self.tool_choice, AllowedTools):
+            return [*tools.values()]
+        allowed = {self.tool_names.find(tool.name) for tool in self._chosen}
+        return [tool for name, tool in tools.items() if name in allowed]
+
+    @cached_property
+    def echo(self) -> str:
+        """The members of a JSON object that the response repeats of its request."""
         given = self.model_dump(mode="json", by_alias=True, include={"tools", "tool_choice", "text", "reasoning"})
-        return {
+        echoed = {
             "background": False,
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
@@ -398,22 +376,10 @@ class ResponsesRequest(SamplingFields):
             "truncation": "disabled",
             "user": self.user,
         }
-
-    @property
-    def tool_names(self) -> ToolNames:
-        return self._names
-
-    @property
-    def chat_tools(self) -> list[Tool]:
-        return self._tools
+        return as_json(echoed)[1:-1]
 
     def _of_this_api(self) -> Structure | None:
         return None if self.text is None else self.text.structure()
-
-    @property
-    def echo(self) -> str:
-        """Members of a JSON object."""
-        return self._echo
 
     @property
     def end_user(self) -> str | None:

@@ -7,11 +7,10 @@ calls. So what would take long is refused before it is parsed, by counting what 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import numpy as np
-from fastapi import Request
+from fastapi import Depends, Request
 from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
@@ -48,12 +47,17 @@ def body_executor() -> SizedExecutor:
     return SizedExecutor("body", inline=INLINE_BYTES, short=_SHORT_BYTES)
 
 
-def json_body(model: type[M], *, of_any_type: bool = False) -> Callable[[Request], Awaitable[M]]:
-    """A FastAPI dependency: the request's body as a `model`. `of_any_type`: whatever its content-type, but for requests
-    of web pages: a browser sends JSON to another server only if that allows it, and other types always."""
+class BodyReader(Generic[M]):
+    """A FastAPI dependency: the request's body as a `model`."""
 
-    async def take(request: Request) -> M:
-        trusted = of_any_type and "origin" not in request.headers
+    def __init__(self, model: type[M], *, of_any_type: bool = False) -> None:
+        """`of_any_type`: whatever its content-type, but for requests of web pages: a browser sends JSON to another
+        server only if that allows it, and other types always."""
+        self.model = model
+        self._of_any_type = of_any_type
+
+    async def __call__(self, request: Request) -> M:
+        trusted = self._of_any_type and "origin" not in request.headers
         if not trusted and not _is_json(request.headers.get("content-type", "")):
             raise InvalidRequestError(_NOT_JSON)
         encoding = request.headers.get("content-encoding", "identity").lower()
@@ -68,9 +72,25 @@ def json_body(model: type[M], *, of_any_type: bool = False) -> Callable[[Request
         state = request.app.state.cllm
         limits: ServerConfig = state.config.server
         executor: SizedExecutor = state.bodies
-        return await executor.run(len(raw), lambda: read_body(model, raw, limits))
+        return await executor.run(len(raw), lambda: read_body(self.model, raw, limits))
 
-    return take
+
+if TYPE_CHECKING:
+    JsonBody = Annotated[M, "read by a BodyReader"]
+    OllamaBody = Annotated[M, "read by a BodyReader"]
+else:
+
+    class JsonBody:
+        """`JsonBody[Model]` as the type of a route's parameter: the request's body as a `Model`."""
+
+        def __class_getitem__(cls, model: type[M]) -> Any:
+            return Annotated[model, Depends(BodyReader(model))]
+
+    class OllamaBody:
+        """The same for Ollama's API, whose documentation and clients send no content-type of JSON."""
+
+        def __class_getitem__(cls, model: type[M]) -> Any:
+            return Annotated[model, Depends(BodyReader(model, of_any_type=True))]
 
 
 def read_body(model: type[M], raw: bytes, limits: ServerConfig) -> M:

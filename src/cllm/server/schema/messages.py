@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from cllm.server.schema.tools import Calls, ToolCallIds
-from cllm.server.schema.validation import MustBe, RequestModel, Text, Unsupported, refusal, shorten, wrong
+from cllm.server.schema.validation import AtMost, MustBe, RequestModel, Text, Unsupported, refusal, shorten, wrong
 
 MOST_MARKS = 4
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
@@ -45,7 +45,7 @@ Mark = tuple[list[dict[str, Any]], CacheControl]
 
 
 class TextPart(RequestModel):
-    hints: ClassVar[frozenset[str]] = frozenset({"prompt_cache_breakpoint"})
+    hints = frozenset({"prompt_cache_breakpoint"})
 
     type: Literal["text"]
     text: Text
@@ -67,7 +67,7 @@ TextParts = Annotated[list[TextPart], Field(fail_fast=True)]
 
 
 class ChatMessage(RequestModel):
-    hints: ClassVar[frozenset[str]] = frozenset({"provider_specific_fields", "type"})  # litellm's, lm-eval's
+    hints = frozenset({"provider_specific_fields", "type"})  # litellm's, lm-eval's
     unsupported: ClassVar[Unsupported] = {"function_call": (), "refusal": (), "audio": (), "annotations": ([],)}
 
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
@@ -118,6 +118,16 @@ class ChatMessage(RequestModel):
         if role == "tool":
             plain["tool_call_id"] = self.tool_call_id
         return plain
+
+
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1), AtMost("max_messages", "messages")]
+
+
+def effort_arguments(effort: str | None) -> dict[str, Any]:
+    """What chat templates are told of `reasoning_effort`."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
 
 
 def check_calls(messages: Sequence[ChatMessage]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -28,20 +28,6 @@ from cllm.server.schema.validation import (
     wrong,
 )
 from cllm.text.detokenizer import MAX_STOP_CHARACTERS
-
-_PASSED_ON = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "seed",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-)
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
@@ -175,3 +161,11 @@ class SamplingFields(StructureFields):
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
         )
+
+
+_PASSED_ON = SamplingFields.model_fields.keys() & {field.name for field in fields(SamplingParams)} - {
+    "context_window",
+    "logit_bias",
+    "stop",
+}
+"""Parameters that need no conversion."""

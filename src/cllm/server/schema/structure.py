@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 from pydantic_core import PydanticCustomError
 
 from cllm.server.schema.validation import MustBe, RequestModel, Text, Unsupported, Words, raised_by, refusal
 from cllm.structured.schemas import lenient
-from cllm.structured.structure import Kind, Structure
+from cllm.structured.structure import Structure, StructureKind
 
 if TYPE_CHECKING:
     from cllm.engine.params import SamplingParams
@@ -27,7 +28,7 @@ Choices = Annotated[list[Words], Field(fail_fast=True, min_length=1)]
 class StructuredOutputs(RequestModel):
     """vLLM's parameter: exactly one of these."""
 
-    hints: ClassVar[frozenset[str]] = frozenset({"disable_any_whitespace", "disable_fallback", "backend"})
+    hints = frozenset({"disable_any_whitespace", "disable_fallback", "backend"})
     unsupported: ClassVar[Unsupported] = {"disable_additional_properties": (False,), "whitespace_pattern": ()}
 
     json_: JsonSchema | None = Field(None, alias="json")  # pydantic has a method of that name
@@ -59,22 +60,17 @@ class StructureFields(RequestModel):
     regex: Text | None = Field(None, description="SGLang's name: a regular expression.")
     ebnf: Words | None = Field(None, description="SGLang's name: a grammar in GBNF (or Lark).")
 
-    _structure: Structure | None = PrivateAttr(None)
-
     def contradictions(self) -> Iterator[PydanticCustomError]:
         """Also reads the structure: in the thread that parses large bodies."""
-        yield from raised_by(self._read_structure)
+        yield from raised_by(lambda: self.structure)
 
-    def _read_structure(self) -> None:
+    @cached_property
+    def structure(self) -> Structure | None:
         asked = (self._of_this_api(), self._from_format(), self._from_outputs(), *self._from_fields())
         found = [each for each in asked if each is not None]
         if len(found) > 1:
             raise refusal(found[1].param, f"is not allowed together with {found[0].param}: an answer has one structure")
-        self._structure = found[0] if found else None
-
-    @property
-    def structure(self) -> Structure | None:
-        return self._structure
+        return found[0] if found else None
 
     def _of_this_api(self) -> Structure | None:
         """From parameters of one API only."""
@@ -136,7 +132,7 @@ class StructureFields(RequestModel):
         return [*_of_texts(texts), *_of_objects(objects)]
 
 
-_Named = dict[str, tuple[Kind, Any]]
+_Named = dict[str, tuple[StructureKind, Any]]
 
 
 def _described_schema(given: JsonObject, param: str) -> tuple[JsonObject, str]:
@@ -168,7 +164,7 @@ def _of_objects(named: _Named) -> list[Structure]:
     return [_of_json(kind, value, param) for param, (kind, value) in named.items() if value is not None]
 
 
-def _of_json(kind: Kind, value: Any, param: str) -> Structure:
+def _of_json(kind: StructureKind, value: Any, param: str) -> Structure:
     """`value` as JSON, or JSON already."""
     if isinstance(value, str):
         return Structure(kind, value, param)
@@ -180,4 +176,4 @@ def _of_json(kind: Kind, value: Any, param: str) -> Structure:
 
 async def compiled(llm: AsyncLLM, params: SamplingParams) -> Grammar | None:
     """The grammar of `params.structured`, if set."""
-    return None if params.structured is None else await llm.compile(params.structured)
+    return None if params.structured is None else await llm.text.compile(params.structured)

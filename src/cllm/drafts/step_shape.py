@@ -1,10 +1,14 @@
-"""How long a step takes, by its number of rows, learnt from the steps themselves.
+"""How much longer a step with many rows takes than one with few, learnt from the steps themselves.
 
     seconds = pace x shape[rows]
 
 The pace follows everything that changes from moment to moment (other programs, longer contexts); the shape is what
 remains: how much longer many rows take than one. It is measured, and interpolated between measurements. Without any, it
 is a guess, so that a first draft is tried. Old measurements are dropped, so that one bad moment does not count forever.
+
+The scheduler's `StepCosts` cannot stand in for it, nor the other way round: those are seconds for a promise, so they
+rise at once with a slow step and fall slowly, one number for 8 to 15 rows. Here two numbers of rows are compared, so a
+slow moment must change neither, and each number of rows counts by itself.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ _FORGET_AFTER = 2048
 _REFRESH_EVERY = 64
 
 
-class StepCosts:
+class StepShape:
     def __init__(self) -> None:
         self.changes = 0
         """How often `of` was rebuilt."""

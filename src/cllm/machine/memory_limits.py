@@ -6,6 +6,7 @@ Swap does not count: a cache that is swapped out is slower than no cache.
 from __future__ import annotations
 
 import mmap
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from cllm.machine.cgroups import Group, as_number, groups, read_text
 
 _ROOT = Path("/")
 _MIB = 1024 * 1024
+_HUGE_PAGES = "sys/kernel/mm/transparent_hugepage/enabled"
 _UNLIMITED = 1 << 60
 """Without a limit, cgroups v1 report 9223372036854771712 or similar, depending on the page size."""
 _STRICT = 2
@@ -148,3 +150,10 @@ def can_reserve(size: int) -> bool:
     except (OSError, MemoryError):
         return False
     return True
+
+
+def has_huge_pages(root: Path = _ROOT) -> bool:
+    """Whether the system offers huge pages on request. The setting looks like `always [madvise] never`; if it is
+    missing, there are none."""
+    chosen = re.search(r"\[(\w+)\]", read_text(root / _HUGE_PAGES) or "")
+    return chosen is not None and chosen[1] in ("always", "madvise")

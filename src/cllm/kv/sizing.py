@@ -48,15 +48,6 @@ CPU_KV_TYPES = ("f16", "q8_0", "q4_0")
 """For native and llama.cpp; the others are torch's."""
 
 
-def bytes_per_token(
-    *, n_layers: int, n_kv_heads: int, head_dim_k: int, head_dim_v: int, type_k: str, type_v: str
-) -> int:
-    """K and V of one token over all layers. KV heads count, not query heads."""
-    key = KV_TYPES[type_k].row_bytes(head_dim_k)
-    value = KV_TYPES[type_v].row_bytes(head_dim_v)
-    return n_layers * n_kv_heads * (key + value)
-
-
 def most_bytes(tokens: int, bytes_per_token: int) -> int:
     """The most bytes a saved sequence takes."""
     return tokens * (bytes_per_token + SAVED_TOKEN_OVERHEAD_BYTES) + SAVED_OVERHEAD_BYTES

@@ -1,4 +1,4 @@
-"""`RemoteLLM`: an `AsyncLLM` whose engines are the replicas of a cluster. The server cannot tell the difference."""
+"""`RemoteExecutor`: the replicas of a cluster compute what an ingress has prepared."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -24,22 +24,21 @@ from cllm.cluster.routing_view import RoutingView, share_view
 from cllm.cluster.totals import ReplicaStatus, total_details, total_snapshot
 from cllm.cluster.views import ViewSource, replica_line
 from cllm.config import Config
+from cllm.engine.observer import Observers
+from cllm.engine.outbox import Deliver
 from cllm.engine.request import FinishReason, Request
-from cllm.engine.row_sampler import RowSampler
 from cllm.engine.stats import EngineSnapshot
-from cllm.engine.tenant import ANONYMOUS, Tenant
+from cllm.engine.submission import Submission
 from cllm.engine.views import EngineView
 from cllm.errors import CLLMError, ConfigError, ModelUnavailableError, ShuttingDownError
-from cllm.generation import Generation
+from cllm.executor import Warm, kv_report
 from cllm.kv.events import Listener
-from cllm.kv.pins import LostPin, PinSource, WarmResult
-from cllm.llm import LOW_PRIORITY, AsyncLLM
+from cllm.kv.pins import LostPin, WarmResult
 from cllm.loading.context import ENOUGH_TOKENS
 from cllm.loading.facts import ModelFacts
-from cllm.loading.open_model import ModelShare
-from cllm.loading.text_parts import load_text_parts
-from cllm.loading.windows import Windows
+from cllm.loading.text_model import TextModel
 from cllm.observe.router_metrics import RouterMetrics
+from cllm.work.pool import Workers
 
 log = logging.getLogger("cllm.cluster")
 
@@ -50,21 +49,20 @@ FACTS_S = 0.25
 """How often to ask for a replica with the right settings."""
 
 
-class RemoteLLM(AsyncLLM):
-    """Tokenises, renders and detokenises here; everything else happens on replicas."""
+class RemoteExecutor:
+    """An `Executor`. Text becomes tokens and tokens text here; everything else happens on replicas."""
+
+    rows = None
+    """Replicas sample."""
 
     def __init__(
-        self,
-        config: Config,
-        replicas: Any,
-        *,
-        deployment: str | None = None,
-        version: str | None = None,
-        share: ModelShare | None = None,
+        self, config: Config, replicas: Any, *, deployment: str | None = None, version: str | None = None
     ) -> None:
         """`replicas`: Ray Serve's handle. `deployment`: its name of them, if the model's is not unique. `version`: of
         their settings; during an update there are replicas of others, too."""
-        super().__init__(config, share=share)
+        self.observers = Observers()
+        self.text: TextModel | None = None
+        self._config = config
         self._replicas = replicas
         self._deployment = deployment or config.model.name
         self._version = version
@@ -72,8 +70,6 @@ class RemoteLLM(AsyncLLM):
         self._peers: Peers | None = None
         self._routing: RoutingView | None = None
         self._views = ViewSource()
-        self._bound_for: dict[str, str] = {}
-        """Requests that are about to start and must go to a certain replica."""
         self._router_metrics = RouterMetrics(
             config.server.metrics_prefix,
             replicas=lambda: Counter(status.state for status in self.statuses()),
@@ -93,20 +89,19 @@ class RemoteLLM(AsyncLLM):
 
     # -- lifecycle ---------------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        settings = self.config.cluster
+    async def start(self, workers: Workers, deliver: Deliver, on_pins_lost: Callable[[], None]) -> None:
+        settings = self._config.cluster
         ingress = uuid.uuid4().hex[:12]
-        view = RoutingView(self.config.resources.block_size, settings.routing, alone=settings.ingresses == 1)
+        view = RoutingView(self._config.resources.block_size, settings.routing, alone=settings.ingresses == 1)
         self._routing = view
         share_view(self._deployment, view)
         facts = await self._ask_facts()
-        self._text = await asyncio.to_thread(load_text_parts, self.config, facts, self._open_workers())
+        self.text = await asyncio.to_thread(TextModel.load, self._config, facts, workers)
         self._dispatcher = Dispatcher(
             ingress,
             self._replicas,
             view,
-            self._dispatch,
+            deliver,
             self.observers,
             self._router_metrics,
             weights=facts.weights,
@@ -125,15 +120,13 @@ class RemoteLLM(AsyncLLM):
 
     def _accept_context(self, tokens: int) -> bool:
         """Where nobody set the context, machines with different memory have different ones, and the smallest counts."""
-        if self._text is None or self.config.resources.max_context_length is not None or tokens < ENOUGH_TOKENS:
+        if self.text is None or self._config.resources.max_context_length is not None or tokens < ENOUGH_TOKENS:
             return False
-        facts = replace(self._text.facts, max_context=tokens)
         try:
-            windows = Windows(self.config.kv.window, facts)
+            self.text.lower_context(tokens)
         except ConfigError:
             return False
         log.info("context: %s tokens, as many as the new replica has memory for", f"{tokens:,}")
-        self._text.facts, self._text.windows = facts, windows
         return True
 
     async def _ask_facts(self) -> ModelFacts:
@@ -145,17 +138,16 @@ class RemoteLLM(AsyncLLM):
                 await asyncio.sleep(FACTS_S)
         return facts
 
-    async def shutdown(self, grace_s: float | None = None) -> None:
+    async def stop(self, grace_s: float) -> None:
         if self._dispatcher is None or self._peers is None:
             return
         self._dispatcher.fail_all(ShuttingDownError("the server shut down before the request finished"))
         await self._peers.close()
         self._dispatcher = None
-        if self._text is not None:
-            self._text.close()
-        self._close_workers()
+        if self.text is not None:
+            self.text.close()
 
-    def release(self) -> None:
+    def release(self, *, mute: bool = False) -> None:
         """There is nothing to free in this process."""
 
     @property
@@ -164,55 +156,30 @@ class RemoteLLM(AsyncLLM):
 
     # -- requests ----------------------------------------------------------------------------------------------
 
-    def _start_request(self, request: Request) -> None:
-        if self._dispatcher is None:
-            raise ShuttingDownError("the server is shutting down and accepts no more requests")
-        self._dispatcher.start(request, self._bound_for.pop(request.id, None))
+    def submit(self, request: Request) -> None:
+        self._running.start(request)
 
-    async def confirm(self, generations: Iterable[Generation]) -> None:
-        for generation in generations:
-            if self._dispatcher is not None:
-                await self._dispatcher.accepted(generation.request_id)
-            # After the first token the reader gets it, behind the tokens.
-            if generation.error is not None and not generation.completion_tokens:
-                raise generation.error
+    async def accepted(self, request_id: str) -> None:
+        if self._dispatcher is not None:
+            await self._dispatcher.accepted(request_id)
 
-    def cancel(self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
+    def cancel(self, request_id: str, index: int | None, reason: FinishReason) -> None:
         if self._dispatcher is not None:
             self._dispatcher.cancel(request_id, index, reason)
-        if index is None:
-            self._live.pop(request_id, None)
 
-    @property
-    def _row_sampler(self) -> RowSampler | None:
-        return None
-
-    async def warm(
-        self,
-        prompt: Sequence[int],
-        *,
-        pin: bool = False,
-        ttl_s: float | None = None,
-        tenant: Tenant = ANONYMOUS,
-        request_id: str | None = None,
-        priority: int = LOW_PRIORITY,
-        source: PinSource = "warm",
-    ) -> WarmResult:
-        """On every replica. Raises `ModelUnavailableError` with those it failed on, if it did not on all."""
+    async def everywhere(self, submission: Submission, warm: Warm) -> WarmResult:
+        """Raises `ModelUnavailableError` with the replicas it failed on, if it did not on all."""
         names = [peer.name for peer in self.peers]
         if not names:
             raise self._no_replica()
-        request_id = request_id or f"warm-{uuid.uuid4().hex}"
-        ids = [request_id] if len(names) == 1 else [f"{request_id}-{number}" for number in range(len(names))]
-        self._bound_for.update(zip(ids, names, strict=True))
-        warm_one = partial(super().warm, prompt, pin=pin, ttl_s=ttl_s, tenant=tenant, priority=priority, source=source)
-        answers = await asyncio.gather(*(warm_one(request_id=each) for each in ids), return_exceptions=True)
-        for each in ids:
-            self._bound_for.pop(each, None)  # if it did not start
+        given = submission.request_id or f"warm-{uuid.uuid4().hex}"
+        ids = [given] if len(names) == 1 else [f"{given}-{number}" for number in range(len(names))]
+        each = [replace(submission, request_id=id, replica=name) for id, name in zip(ids, names, strict=True)]
+        answers = await asyncio.gather(*map(warm, each), return_exceptions=True)
         return together(results(dict(zip(names, answers, strict=True)), "the prefix is cached"))
 
     async def unpin(self, name: str, space: bytes | None = None) -> bool:
-        """On every replica that has it. Raises `ModelUnavailableError` with those that did not answer."""
+        """From every replica that has it. Raises `ModelUnavailableError` with those that did not answer."""
         peers = self.peers
         if not peers:
             raise self._no_replica()
@@ -254,7 +221,8 @@ class RemoteLLM(AsyncLLM):
             }
             for status in self.statuses()
         }
-        return {**self._kv_content(self.snapshot(), details), "replicas": replicas}
+        assert self.text is not None  # it is there before any report
+        return {**kv_report(self.snapshot(), details, self.text.facts.bytes_per_token), "replicas": replicas}
 
     def replicas(self) -> list[dict[str, Any]] | None:
         return [replica_line(status) for status in self.statuses()]
@@ -267,19 +235,24 @@ class RemoteLLM(AsyncLLM):
         """As `watch`."""
 
     def view(self) -> EngineView | None:
-        if self._dispatcher is None:
-            raise ShuttingDownError("the server is shutting down")
-        reports = self._reports()
-        return self._views.view(self.requests(), reports[0][1].snapshot.kv)
+        requests = self._running.requests
+        return self._views.view(requests, self._reports()[0][1].snapshot.kv)
 
     def metrics(self, prefix: str) -> Collector:
         return ClusterCollector([partial(self.metric_families, prefix)])
 
     def metric_families(self, prefix: str) -> Iterator[Metric]:
         yield from self._router_metrics.collect()
+        name = "" if self.text is None else self.text.name
         for status in self.statuses():
             if status.report is not None:
-                yield from replica_families(prefix, self.model_name, status.name, status.report)
+                yield from replica_families(prefix, name, status.name, status.report)
+
+    @property
+    def _running(self) -> Dispatcher:
+        if self._dispatcher is None:
+            raise ShuttingDownError("the server is shutting down and accepts no more requests")
+        return self._dispatcher
 
     def _reports(self) -> list[tuple[ReplicaStatus, Report]]:
         """At least one; raises `ModelUnavailableError` if there is none."""

@@ -1,0 +1,144 @@
+"""The block tables of running sequences: given at admission, extended by steps, shared by forks."""
+
+from __future__ import annotations
+
+from cllm.kv.paged.arena import Arena
+from cllm.kv.paged.block_table import BlockAllocation, BlockMatch, allocation_of
+from cllm.kv.paged.pins import BlockPins
+from cllm.kv.paged.resizing import ArenaResizer
+from cllm.kv.paged.room import Room
+from cllm.kv.paged.upkeep import Upkeep
+from cllm.kv.sequence import KVSequence
+
+
+class BlockTables:
+    """`watermark`: the share of all blocks that new sequences leave to running ones."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        room: Room,
+        pins: BlockPins,
+        upkeep: Upkeep,
+        resizer: ArenaResizer | None,
+        *,
+        watermark: float,
+    ) -> None:
+        self.awaits_memory = False
+        self._arena = arena
+        self._room = room
+        self._pins = pins
+        self._upkeep = upkeep
+        self._resizer = resizer
+        self._watermark = watermark
+
+    def admit(self, sequence: KVSequence) -> bool:
+        """Begin with what is cached. False: there is no room now, and nothing has changed."""
+        prefixes = self._arena.prefixes
+        found = prefixes.find(sequence.prefix.tobytes(), sequence.space)
+        while not self.room_for(sequence, found):
+            waits = self._resizer is not None and self._resizer.expects_more
+            if waits or not self._pins.give_way(running=0):
+                return False
+        self.begin(sequence, found, self._missing(sequence, found))
+        return True
+
+    def room_for(self, sequence: KVSequence, found: BlockMatch) -> bool:
+        arena, room = self._arena, self._room
+        if room.all_run:
+            return False
+        # The watermark reserves room for running sequences to grow; it does not apply when nothing runs.
+        reserve = int(arena.pool.total * self._watermark) if arena.running else 0
+        wanted = self._missing(sequence, found) + reserve
+        unused = arena.prefixes.unused_blocks(found)
+        if self._resizer is not None and self._better_waits(self._resizer, wanted, unused):
+            return False
+        return wanted <= room.available - unused
+
+    def _missing(self, sequence: KVSequence, found: BlockMatch) -> int:
+        return self._arena.blocks_for(sequence.needed) - found.matched // self._arena.prefixes.tree.unit_bytes
+
+    def _better_waits(self, resizer: ArenaResizer, count: int, unused: int) -> bool:
+        """Whether a new sequence that needs `count` blocks, beside `unused` cached ones it found, should wait: for
+        memory that other models are giving back, or because this model must give some back."""
+        coming = resizer.want(count, unused)
+        self.awaits_memory = resizer.may_grow
+        return coming or count > self._room.available - unused - resizer.pending
+
+    def begin(self, sequence: KVSequence, found: BlockMatch, count: int) -> list[int]:
+        """Start a sequence with a cached prefix and `count` blocks of its own, which are known to be available; returns
+        those."""
+        arena = self._arena
+        cached = found.matched // arena.prefixes.tree.unit_bytes
+        node, blocks = arena.prefixes.enter(found)
+        number = self._start(sequence, BlockAllocation(node, cached))
+        own = self._room.for_prompt(count, number, blocks[-1] if blocks else -1)
+        sequence.blocks = blocks + own
+        sequence.room = len(sequence.blocks) * arena.block_size
+        sequence.num_computed = cached * arena.block_size
+        return own
+
+    def _start(self, sequence: KVSequence, held: BlockAllocation) -> int:
+        number = self._arena.start(sequence, held)
+        self._room.limit_sequences()
+        self._upkeep.note_activity()
+        return number
+
+    def end(self, sequence: KVSequence) -> None:
+        """Take all memory back; what is in the tree stays cached."""
+        self._arena.stop(sequence)
+        self._upkeep.note_activity()
+
+    def grow(self, sequence: KVSequence, count: int) -> bool:
+        """Make room for `count` more tokens than the table has room for."""
+        arena, blocks, held = self._arena, sequence.blocks, allocation_of(sequence)
+        missing = arena.blocks_for(sequence.end + count) - len(blocks)
+        last = sequence.end // arena.block_size
+        writes_shared = last < len(blocks) and last >= held.indexed and arena.pool.is_shared(blocks[last])
+        if missing <= 0 and not writes_shared:
+            sequence.room = len(blocks) * arena.block_size
+            return True
+        needed = max(missing, 0) + writes_shared
+        if self._resizer is not None:
+            self._resizer.want(needed)
+        if needed > self._room.available:
+            return False
+        own = self._room.for_generation(needed, held.number, blocks[-1] if blocks else -1)
+        if writes_shared:
+            self._copy_on_write(sequence, last, own)
+        blocks += own
+        sequence.room = len(blocks) * arena.block_size
+        return True
+
+    def most_within_free(self, sequence: KVSequence, count: int) -> int:
+        """Up to `count` tokens for which the table and free blocks have room."""
+        unused = self._arena.pool.free - (0 if self._resizer is None else self._resizer.pending)
+        return min(count, sequence.room - sequence.end + max(unused, 0) * self._arena.block_size)
+
+    def _copy_on_write(self, sequence: KVSequence, index: int, own: list[int]) -> None:
+        """Replace a shared block of the table by a private copy, made in the last of `own`."""
+        shared = sequence.blocks[index]
+        try:
+            self._arena.copy([shared], own[-1:])
+        except BaseException:
+            self._arena.pool.release(own[:-1])
+            raise
+        sequence.blocks[index] = own.pop()
+        self._arena.give_up([shared], sequence)
+
+    def fork(self, parent: KVSequence, child: KVSequence) -> bool:
+        arena = self._arena
+        if self._room.all_run:
+            return False
+        arena.commit(parent)
+        held = allocation_of(parent)
+        child.blocks = parent.blocks[: arena.blocks_for(parent.held)]
+        for block in child.blocks[held.indexed :]:
+            arena.pool.share(block)
+        arena.prefixes.lock(held.node)
+        child.num_computed = parent.num_computed
+        child.dropped, child.kept = parent.dropped, parent.kept
+        # Both would write to the same block next: the first to do so asks for a copy.
+        child.room = parent.room = parent.end
+        self._start(child, BlockAllocation(held.node, held.indexed))
+        return True

@@ -1,0 +1,213 @@
+"""Where the slots manager's sequences are: the current slots, the store, pins, and the index of all of them.
+
+The cache may always be dropped: what the backend cannot save is lost, what it cannot copy or load is recomputed. Only a
+slot that cannot be emptied leaves the whole memory in doubt.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from cllm.errors import BackendError
+from cllm.kv.events import KVEvents
+from cllm.kv.ops import SavedKV, SlotGeometry, SlotOps
+from cllm.kv.pins import Pins
+from cllm.kv.sizing import most_bytes
+from cllm.kv.slots.events import BlockNameCounts
+from cllm.kv.slots.index import CacheEntry, PrefixIndex
+from cllm.kv.slots.store import SequenceStore
+
+log = logging.getLogger("cllm.kv")
+
+
+class SlotPlaces:
+    def __init__(
+        self,
+        ops: SlotOps,
+        geometry: SlotGeometry,
+        *,
+        bytes_per_token: int,
+        store_bytes: int,
+        block_tokens: int,
+        eviction_policy: str,
+        pin_limit: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.geometry = geometry
+        self.ops = ops
+        self.bytes_per_token = bytes_per_token
+        self.slot_bytes = geometry.slot_tokens * bytes_per_token
+        self.store_bytes = store_bytes
+        self.block_tokens = block_tokens
+        self.moved_bytes = 0
+        self.coming_bytes = 0
+        """Size of sequences being loaded from disk into the store."""
+        self.pins: Pins[CacheEntry] = Pins(int(store_bytes * pin_limit), clock, self._drop_pin, _held_by)
+        self.events = KVEvents()
+        self.slots: list[CacheEntry | None] = [None] * geometry.first
+        self._policy_name = eviction_policy
+        self._start_empty()
+
+    def _start_empty(self) -> None:
+        self.index = PrefixIndex(BlockNameCounts(self.events, self.block_tokens))
+        self.store = SequenceStore(self.store_bytes, self._policy_name)
+        self.pins.forget()
+        self.pinned_bytes = 0
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The part of the store's memory reserved for loads and pins."""
+        return self.coming_bytes + self.pinned_bytes
+
+    def running_slots(self) -> list[int]:
+        return [number for number, entry in enumerate(self.slots) if entry is not None and entry.owner is not None]
+
+    def held_in_slots(self) -> list[CacheEntry]:
+        return [entry for entry in self.slots if entry is not None and entry.owner is None]
+
+    def adjacent_slots(self) -> list[int]:
+        """Where a new sequence may go: into gaps between running ones, or else next to them."""
+        running = self.running_slots()
+        if not running:
+            return list(range(len(self.slots)))
+        low, high = running[0], running[-1]
+        if gaps := sorted(set(range(low, high)).difference(running)):
+            return gaps
+        return [slot for slot in (high + 1, low - 1) if 0 <= slot < len(self.slots)]
+
+    def reset(self) -> None:
+        """Saved sequences are in our own memory and survive, if the bookkeeping is sound; slots' contents are gone."""
+        gone = [entry for entry in self.slots if entry is not None]
+        self.slots = [None] * self.geometry.first
+        for entry in gone:
+            if entry.owner is not None:
+                entry.owner.forget_memory()
+        try:
+            for entry in gone:
+                if entry.saved is None:
+                    self.index.remove(entry)
+            deque(self._examine_store(), maxlen=0)
+        except Exception:
+            log.exception("the list of saved sequences is inconsistent; dropping them")
+            self._start_empty()
+
+    def examine(self) -> Iterator[int]:
+        yield from self._examine_store()
+        for number, entry in enumerate(self.slots):
+            expected = 0
+            if entry is not None:
+                expected = self.tokens_in(entry)
+                if entry.slot != number or entry.saved is not None:
+                    raise AssertionError(f"slot {number} names a sequence that is elsewhere")
+            if self.ops.length(number) != expected:
+                raise AssertionError(f"slot {number} holds {self.ops.length(number)} positions, not {expected}")
+            yield expected
+
+    def _examine_store(self) -> Iterator[int]:
+        """Check the index against the store and the slots."""
+        saved: list[CacheEntry] = []
+        pinned: list[CacheEntry] = []
+        for entry, tokens in self.index.examine():
+            yield tokens
+            if entry is None:
+                continue
+            if entry.pinned:
+                pinned.append(entry)
+            elif entry.saved is not None:
+                saved.append(entry)
+            elif entry.slot is None or self.slots[entry.slot] is not entry:
+                raise AssertionError("the index names a sequence that is nowhere")
+        self.store.check(saved)
+        if {id(entry) for entry in pinned} != {id(pin.holder) for pin in self.pins.by_id.values()}:
+            raise AssertionError("what is pinned is not what pins hold")
+        if sum(0 if entry.saved is None else entry.saved.nbytes for entry in pinned) != self.pinned_bytes:
+            raise AssertionError("the bytes of pins are counted wrong")
+        if self.store.bytes + self.reserved_bytes > self.store_bytes:
+            raise AssertionError("the store and what is pinned beside it are more than the store may be")
+
+    # -- the backend ---------------------------------------------------------------------------------------------
+
+    def trim(self, slot: int, tokens: int) -> None:
+        held = self.ops.length(slot)
+        if held < tokens:
+            raise BackendError(f"slot {slot} holds {held} positions, not {tokens}")
+        if held > tokens:
+            self.ops.remove(slot, tokens)
+
+    def empty(self, slot: int) -> None:
+        try:
+            self.ops.remove(slot, 0)
+        except BackendError as error:
+            raise BackendError(f"cannot empty slot {slot}: {error}", fatal=True) from error
+        self.slots[slot] = None
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        self.ops.copy(source, target)
+        self.moved_bytes += tokens * self.bytes_per_token
+
+    def copied(self, source: int, target: int, tokens: int) -> bool:
+        """Copy into an empty slot. False: the backend failed, and the slot is still empty."""
+        try:
+            self.copy(source, target, tokens)
+        except (BackendError, MemoryError) as error:
+            raise_if_fatal(error)
+            log.warning("cannot copy slot %d to slot %d: %s", source, target, error)
+            self.empty(target)
+            return False
+        return True
+
+    def read(self, entry: CacheEntry) -> SavedKV | None:
+        """The content of an entry's slot as bytes. None: the backend failed to save it."""
+        assert entry.slot is not None
+        try:
+            saved = self.ops.save(entry.slot)
+        except (BackendError, MemoryError) as error:
+            raise_if_fatal(error)
+            log.warning("cannot save %d tokens of slot %d: %s", self.tokens_in(entry), entry.slot, error)
+            return None
+        self.moved_bytes += saved.nbytes
+        return saved
+
+    def tokens_in(self, entry: CacheEntry) -> int:
+        return entry.length if entry.owner is None else entry.owner.end
+
+    def saved_bytes(self, entry: CacheEntry) -> int:
+        return most_bytes(self.tokens_in(entry), self.bytes_per_token)
+
+    # -- entries -------------------------------------------------------------------------------------------------
+
+    def discard(self, entry: CacheEntry) -> None:
+        """Drop an entry, wherever it is."""
+        if entry.slot is not None:
+            self.empty(entry.slot)
+            entry.slot = None
+        if entry.pinned:
+            name = next(pin.id for pin in self.pins.by_id.values() if pin.holder is entry)
+            self.pins.remove(name)
+            return
+        if entry.saved is not None:
+            self.store.remove(entry)
+        self.index.remove(entry)
+
+    def discard_covered(self, entry: CacheEntry, shortest: int = 0) -> None:
+        """Drop ended sequences of at least `shortest` tokens that are a prefix of this one."""
+        for other in self.index.covered_by(entry):
+            if other.owner is None and other.length >= shortest:
+                self.discard(other)
+
+    def _drop_pin(self, entry: CacheEntry) -> None:
+        assert entry.saved is not None
+        self.pinned_bytes -= entry.saved.nbytes
+        entry.saved, entry.pinned = None, False
+        self.index.remove(entry)
+
+
+def _held_by(entries: Sequence[CacheEntry]) -> int:
+    return sum(entry.saved.nbytes for entry in entries if entry.saved is not None)
+
+
+def raise_if_fatal(error: BackendError | MemoryError) -> None:
+    if isinstance(error, BackendError) and error.fatal:
+        raise error
