@@ -44,6 +44,7 @@ def random_file(shape_name: str, type_name: str, say: Say = lambda line: None) -
         write(part, shape, mix, f"random {shape_name} {type_name}", say)
         part.replace(target)
     except OSError as error:
+        part.unlink(missing_ok=True)
         raise BenchError(f"cannot write {target}: {error.strerror or error}") from error
     return target
 

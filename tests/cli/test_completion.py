@@ -37,7 +37,7 @@ def completed(*words: str, **env: str) -> list[str]:
         (("cllm", "serve", "smollm2", "smol"), ["smollm2"]),
         (("cllm", "serve", "--set", "server.por"), ["server.port="]),
         (("cllm", "bench", "cluster-h"), ["cluster-hits"]),
-        (("cllm", "bench", "batch", "--dur"), ["--duration"]),
+        (("cllm", "bench", "batch", "--repo"), ["--report"]),
         (("cllm", "keys", "re"), ["remove"]),
         (("cllm", "serve", "./"), []),
     ],

@@ -124,10 +124,16 @@ def test_grafana_finds_prometheus_and_the_board(compose: dict[str, Any]) -> None
     assert host and host[1] in compose["services"]
     assert source["jsonData"]["timeInterval"] == read("prometheus.yml")["global"]["scrape_interval"]
     (provider,) = yaml.safe_load((folder / "dashboards" / "cllm.yaml").read_text("utf-8"))["providers"]
-    board = f"{provider['options']['path']}/cllm.json"
-    assert mounts["./grafana/cllm.json"] == board
-    environment = compose["services"]["grafana"]["environment"]
-    assert environment["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == board
+    folder_of_boards = provider["options"]["path"]
+    assert mounts["boards"] == folder_of_boards
+    home = compose["services"]["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    writer = compose["services"]["board"]
+    assert home.startswith(folder_of_boards) and writer["command"][-1] == home
+    written = dict(mount.split(":")[:2] for mount in writer["volumes"])
+    assert written["boards"] == folder_of_boards
+    (script,) = [source for source, target in written.items() if target == writer["command"][1]]
+    assert (DEPLOY / script).is_file()
+    assert compose["services"]["grafana"]["depends_on"]["board"]["condition"] == "service_completed_successfully"
 
 
 def test_no_password_is_written_down() -> None:

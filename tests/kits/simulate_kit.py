@@ -1,8 +1,12 @@
-"""A cost model in round numbers."""
+"""A cost model in round numbers, and traces that are in memory."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 from cllm_bench.simulate.cost import CostModel
+from cllm_bench.simulate.traces import TracedRequest
 
 COST = CostModel(
     name="test",
@@ -17,3 +21,20 @@ COST = CostModel(
     overhead_row_s=1e-5,
     kv_bytes_per_token=1000,
 )
+
+
+@dataclass(frozen=True)
+class ListTrace:
+    name: str
+    items: tuple[TracedRequest, ...]
+
+    @property
+    def requests(self) -> int:
+        return sum(1 + _count_followers(item) for item in self.items)
+
+    def __iter__(self) -> Iterator[TracedRequest]:
+        return iter(self.items)
+
+
+def _count_followers(request: TracedRequest) -> int:
+    return sum(1 + _count_followers(follower) for follower in request.followers)

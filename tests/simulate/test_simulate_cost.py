@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import json
+import random
+import threading
 from array import array
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
-from cllm_bench.simulate.live import LiveRun, Turn, Workload
-from cllm_bench.simulate.validate import WORKLOADS, RandomTokens, Validation, calibrations
 
 from cllm.backends.base import Chunk, StepResult
 from cllm.backends.fake import FakeBackend
+from cllm.engine.loop import Engine
+from cllm.engine.params import SamplingParams
+from cllm.engine.request import Output, Terms, build_request
+from cllm.engine.scheduler import Scheduler
+from cllm.engine.submission import Submission
 from cllm.errors import CLLMError, ConfigError
-from cllm.kv.ops import BlockGeometry, BlockOps, SlotGeometry, SlotOps
+from cllm.kv.ops import BlockGeometry, BlockOps
 from cllm.kv.paged.manager import PagedKVManager
-from cllm.kv.slots.manager import SlotKVManager
 from cllm_bench.simulate.backend import SimulatedBackend, work_of
+from cllm_bench.simulate.cluster import simulate
 from cllm_bench.simulate.cost import CostModel, StepWork, built_in_costs, load_cost, parse_cost
 from cllm_bench.simulate.fit import StepRecord, fit_cost, median_error
+from cllm_bench.simulate.measure import RecordingBackend, calibration_prompts, timed_steps
+from cllm_bench.simulate.server import budget_of
 from cllm_bench.simulate.settings import Settings
-from simulate_kit import COST
+from cllm_bench.simulate.traces import TracedRequest
+from simulate_kit import COST, ListTrace
 from step_of import rows_of
 
 # -- files ---------------------------------------------------------------------------------------------------------
@@ -152,64 +161,144 @@ class TimedFake(FakeBackend):
         return super().collect(chunks)
 
 
-def make_validation(layout: str, cost: CostModel, tokens: int) -> Validation:
-    clock = VirtualTime()
-    backend = TimedFake(cost, clock)
-    if layout == "paged":
-        geometry = BlockGeometry(tokens // 16, 16)
-        backend.allocate(geometry)
-        assert isinstance(backend.ops, BlockOps)
-        paged = PagedKVManager(backend.ops, geometry, bytes_per_token=8, eviction_threshold=0.8, watermark=0.02)
-        return Validation(backend, paged, Settings(blocks=geometry.blocks, max_running=16), clock=clock)
-    slots = SlotGeometry(4, 1024)
-    backend.allocate(slots)
-    assert isinstance(backend.ops, SlotOps)
-    store = (tokens - slots.tokens) * cost.kv_bytes_per_token
-    kv = SlotKVManager(
-        backend.ops, slots, bytes_per_token=cost.kv_bytes_per_token, store_bytes=store, eviction_threshold=0.8
-    )
-    chosen = Settings(policy="slots", blocks=tokens, block_size=1, max_running=4, context=1024)
-    return Validation(backend, kv, chosen, clock=clock)
+TRUTH = replace(COST, overhead_s=0.0, overhead_row_s=0.0, kv_bytes_per_token=20)
+"""No time passes between the steps of virtual time, and nothing is moved."""
 
 
-@pytest.mark.parametrize(("layout", "tokens"), [("paged", 20_000), ("paged", 1_200), ("slots", 40_000)])
-def test_the_real_engine_is_predicted(layout: str, tokens: int) -> None:
-    """Cost fitted on one workload, three others predicted, with memory to spare and without."""
-    # No time passes between the steps of virtual time, and nothing is moved.
-    truth = replace(COST, overhead_s=0.0, overhead_row_s=0.0, kv_bytes_per_token=20)
-    validation = make_validation(layout, truth, tokens)
-    words = RandomTokens(1000, seed=1)
-    measured = [validation.measure(workload) for workload in calibrations(words, 0.5)]
-    cost = validation.fit("fake", "virtual", measured, truth.kv_bytes_per_token)
-    assert cost.prompt_token_s == pytest.approx(truth.prompt_token_s, rel=0.05)
-    for make in WORKLOADS:
-        comparison = validation.compare(validation.measure(make(words, 0.4)), cost)
-        assert comparison.holds
-        assert abs(comparison.speed_error) < 0.05, comparison.measured.workload
-        assert comparison.hit_rate == pytest.approx(comparison.measured.hit_rate, abs=0.05)
+def paged(backend: FakeBackend, tokens: int) -> PagedKVManager:
+    geometry = BlockGeometry(tokens // 16, 16)
+    backend.allocate(geometry)
+    assert isinstance(backend.ops, BlockOps)
+    return PagedKVManager(backend.ops, geometry, bytes_per_token=8, eviction_threshold=0.8, watermark=0.02)
 
 
-def test_a_conversation_goes_on_from_the_real_answer() -> None:
-    validation = make_validation("paged", COST, 4_000)
-    words = RandomTokens(1000, seed=1)
-    turns = [Turn(words(40), 6), Turn(words(10), 5), Turn(words(30), 4, extends=False)]
-    measured = validation.measure(Workload("three turns", [turns]))
-    (first,) = measured.trace
-    (second,) = first.followers
-    (third,) = second.followers
-    assert second.prompt == first.prompt + first.answer + turns[1].message  # type: ignore[operator]
-    assert third.prompt == turns[2].message and not third.followers
-    assert [request.answer_length for request in (first, second, third)] == [6, 5, 4]
-    assert measured.answer_tokens == 15 and measured.trace.requests == 3
+class Turn(NamedTuple):
+    message: array[int]
+    answer: int
+    """Tokens to generate."""
+
+
+@dataclass
+class Conversation:
+    """Each turn's prompt is all that was said before and its message."""
+
+    turns: Sequence[Turn]
+    prompts: list[array[int]] = field(default_factory=list)
+    answers: list[array[int]] = field(default_factory=list)
+
+    def next_prompt(self) -> array[int]:
+        said = self.prompts[-1] + self.answers[-1] if self.prompts else array("i")
+        self.prompts.append(said + self.turns[len(self.prompts)].message)
+        self.answers.append(array("i"))
+        return self.prompts[-1]
+
+    def traced(self) -> TracedRequest:
+        """The first turn, each followed by the next at once."""
+        followers: tuple[TracedRequest, ...] = ()
+        for prompt, answer in zip(reversed(self.prompts), reversed(self.answers), strict=True):
+            followers = (TracedRequest(0.0, prompt, answer, followers),)
+        return followers[0]
+
+
+class Measured(NamedTuple):
+    tokens_per_s: float
+    hit_rate: float
+    trace: ListTrace
+    """What was really said, for the simulation to repeat."""
+
+
+class LiveRun:
+    """The real engine on conversations that all begin at once; each goes on when its last turn was answered."""
+
+    def __init__(self, tokens: int, settings: Settings) -> None:
+        self._clock = VirtualTime()
+        backend = TimedFake(TRUTH, self._clock)
+        kv = paged(backend, tokens)
+        self._recorder = RecordingBackend(backend, self._clock)
+        self._scheduler = Scheduler(kv, budget_of(settings), max_running=settings.max_running, clock=self._clock)
+        self._engine = Engine(self._recorder, self._scheduler, self._take, max_queue=1 << 20, clock=self._clock)
+        self._conversations: dict[str, Conversation] = {}
+        self._unfinished = 0
+        self._done = threading.Event()
+
+    def run(self, conversations: Sequence[Sequence[Turn]]) -> Measured:
+        self._conversations = {str(number): Conversation(turns) for number, turns in enumerate(conversations)}
+        self._unfinished = len(conversations)
+        self._engine.start()
+        started = self._clock()
+        for key in self._conversations:
+            self._send(key)
+        self._recorder.gate.set()
+        assert self._done.wait(60)
+        self._engine.stop(0)
+        found, requests = self._conversations.values(), self._scheduler.requests
+        answer_tokens = sum(len(answer) for conversation in found for answer in conversation.answers)
+        return Measured(
+            answer_tokens / (self._recorder.steps[-1].ended - started),
+            requests.cached_tokens / requests.prompt_tokens,
+            ListTrace("live", tuple(conversation.traced() for conversation in found)),
+        )
+
+    def _send(self, key: str) -> None:
+        conversation = self._conversations[key]
+        prompt = conversation.next_prompt()
+        params = SamplingParams(max_tokens=conversation.turns[len(conversation.prompts) - 1].answer, temperature=0.0)
+        self._engine.submit(build_request(Submission(prompt, params, key), Terms(1 << 30, 1000), arrival=self._clock()))
+
+    def _take(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            conversation = self._conversations[output.request_id]
+            assert output.error is None
+            if output.token_id is not None:
+                conversation.answers[-1].append(output.token_id)
+            if output.reason is not None:
+                if len(conversation.prompts) < len(conversation.turns):
+                    self._send(output.request_id)
+                else:
+                    self._unfinished -= 1
+        if not self._unfinished:
+            self._done.set()
+
+
+def words(draw: random.Random, low: int, high: int) -> array[int]:
+    return array("i", (draw.randint(3, 999) for _ in range(draw.randint(low, high))))
+
+
+def workloads(draw: random.Random) -> Iterator[Sequence[Sequence[Turn]]]:
+    """Different prompts, one long prompt in common, and chats of four turns."""
+    yield [[Turn(words(draw, 64, 330), draw.randint(32, 64))] for _ in range(10)]
+    system = words(draw, 320, 320)
+    yield [[Turn(system + words(draw, 20, 60), 32)] for _ in range(10)]
+    yield [
+        [Turn(words(draw, *((80, 200) if turn == 0 else (20, 60))), draw.randint(24, 48)) for turn in range(4)]
+        for _ in range(5)
+    ]
+
+
+@pytest.mark.parametrize("tokens", [20_000, 1_200])
+def test_the_real_engine_is_predicted(tokens: int) -> None:
+    """Cost fitted on prompts of its own, three workloads predicted, with memory to spare and without."""
+    chosen = Settings(blocks=tokens // 16, max_running=16)
+    runs = []
+    for prompts in calibration_prompts(1000, seed=1):
+        if len(prompts) <= 16 and sum(map(len, prompts)) < tokens / 2:
+            clock = VirtualTime()
+            backend = TimedFake(TRUTH, clock)
+            scheduler = Scheduler(paged(backend, tokens), budget_of(chosen), max_running=16, clock=clock)
+            runs.append(timed_steps(backend, scheduler, prompts, clock))
+    cost = fit_cost("fake", "virtual", runs, kv_bytes_per_token=TRUTH.kv_bytes_per_token)
+    assert cost.prompt_token_s == pytest.approx(TRUTH.prompt_token_s, rel=0.05)
+    for conversations in workloads(random.Random(1)):
+        measured = LiveRun(tokens, chosen).run(conversations)
+        figures = simulate(measured.trace, chosen, cost).figures
+        assert figures["answer_tokens_per_s"] == pytest.approx(measured.tokens_per_s, rel=0.05)
+        assert figures["hit_rate"] == pytest.approx(measured.hit_rate, abs=0.05)
 
 
 def test_a_failing_backend_ends_the_measurement() -> None:
     clock = VirtualTime()
     backend = TimedFake(COST, clock)
-    backend.allocate(BlockGeometry(64, 16))
-    assert isinstance(backend.ops, BlockOps)
-    kv = PagedKVManager(backend.ops, BlockGeometry(64, 16), bytes_per_token=8)
-    run = LiveRun(backend, kv, Settings(), clock)
+    scheduler = Scheduler(paged(backend, 1024), budget_of(Settings()), max_running=4, clock=clock)
     backend.faults.steps_to_fail = 1000
-    with pytest.raises(CLLMError, match="one: a request failed: injected fault"):
-        run.run(Workload("one", [[Turn(RandomTokens(1000, 1)(10), 5)]]))
+    with pytest.raises(CLLMError, match="a request failed: injected fault"):
+        timed_steps(backend, scheduler, [words(random.Random(1), 10, 10)], clock)

@@ -41,7 +41,6 @@ def budget_of(settings: Settings) -> StepBudget:
         max_gap_s=settings.gap_ms / 1000,
         prompt_only_s=settings.prefill_ms / 1000,
         max_tokens=settings.step_tokens,
-        chunk_gap_s=settings.chunk_ms / 1000,
     )
 
 

@@ -38,8 +38,6 @@ class Settings:
     watermark: float = _DEFAULTS.watermark
     token_ms: float = _DEFAULTS.inter_token_target_ms
     gap_ms: float = _DEFAULTS.max_gap_ms or BackendTraits.default_gap_ms
-    chunk_ms: float = 0.0
-    """What a step with a chunk should take where small chunks cost more; 0: they do not."""
     prefill_ms: float = _DEFAULTS.prefill_target_ms
     ageing_s: float = _DEFAULTS.ageing_s
     timeout_s: float = 0.0
@@ -103,7 +101,6 @@ KEYS: dict[str, tuple[str, Callable[[str, str], Value]]] = {
     "watermark": ("watermark", _number(0.0, 0.99)),
     "token-ms": ("token_ms", _number(0.001)),
     "gap-ms": ("gap_ms", _number(0.001)),
-    "chunk-ms": ("chunk_ms", _number(0.0)),
     "prefill-ms": ("prefill_ms", _number(0.001)),
     "timeout": ("timeout_s", _number(0.0)),
     "queue": ("queue", _whole(0)),

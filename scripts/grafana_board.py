@@ -1,8 +1,6 @@
-"""Write the Grafana boards: deploy/grafana/cllm.json for one server, deploy/grafana/cllm-cluster.json for a cluster.
+"""Write the Grafana board, for one server and for a cluster: choose models and replicas with its variables.
 
-    python scripts/grafana_boards.py [--check]
-
-With --check nothing is written, and the exit code is 1 if a board is out of date.
+python scripts/grafana_board.py FILE
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).resolve().parent.parent / "deploy" / "grafana"
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 WIDTH = 24
 HEIGHT = 8
@@ -42,21 +39,21 @@ class Panel:
     maximum: float | None = None
 
 
-@dataclass(frozen=True)
-class Metrics:
-    """How a board names the engine's metrics: with the labels that its variables choose."""
+EACH = "{{model_name}} {{replica}}"
+BY = "model_name, replica"
 
-    labels: tuple[str, ...]
 
-    def __call__(self, name: str) -> str:
-        chosen = ", ".join(f'{label}=~"${label}"' for label in self.labels)
-        return f"cllm:{name}{{{chosen}}}"
+def of(name: str) -> str:
+    """A metric of the engine, with the labels that the variables choose. A server alone has no replica: `.*` fits."""
+    return f'cllm:{name}{{model_name=~"$model_name", replica=~"$replica"}}'
 
-    def rate(self, name: str) -> str:
-        return rate(self(name))
 
-    def quantiles(self, name: str, *levels: float) -> list[tuple[str, str]]:
-        return quantiles(self(f"{name}_bucket"), *levels)
+def rate_of(name: str) -> str:
+    return rate(of(name))
+
+
+def quantiles_of(name: str, *levels: float) -> list[tuple[str, str]]:
+    return quantiles(of(f"{name}_bucket"), *levels)
 
 
 def rate(selector: str) -> str:
@@ -80,12 +77,12 @@ def quantiles(buckets: str, *levels: float) -> list[tuple[str, str]]:
 # -- rows ------------------------------------------------------------------------------------------------------------
 
 
-def traffic(of: Metrics) -> Iterator[Panel]:
+def traffic() -> Iterator[Panel]:
     yield Panel(
         "Finished requests",
         REQUESTS_PER_S,
         "Requests that ended, by reason. length: max_tokens or the context was reached.",
-        [("{{finished_reason}}", total(of.rate("request_success_total"), "finished_reason"))],
+        [("{{finished_reason}}", total(rate_of("request_success_total"), "finished_reason"))],
         stacked=True,
     )
     yield Panel(
@@ -99,9 +96,9 @@ def traffic(of: Metrics) -> Iterator[Panel]:
         TOKENS_PER_S,
         "Prompt tokens, those of them that came from the KV cache, and generated tokens.",
         [
-            ("prompt", total(of.rate("prompt_tokens_total"))),
-            ("prompt, cached", total(of.rate("prompt_tokens_cached_total"))),
-            ("generated", total(of.rate("generation_tokens_total"))),
+            ("prompt", total(rate_of("prompt_tokens_total"))),
+            ("prompt, cached", total(rate_of("prompt_tokens_cached_total"))),
+            ("generated", total(rate_of("generation_tokens_total"))),
         ],
     )
 
@@ -122,56 +119,55 @@ def connections() -> Iterator[Panel]:
     )
 
 
-def latency(of: Metrics) -> Iterator[Panel]:
+def latency() -> Iterator[Panel]:
     yield Panel(
         "Time to first token",
         SECONDS,
         "From a request's arrival to its first token, including the queue.",
-        of.quantiles("time_to_first_token_seconds", 0.5, 0.9, 0.99),
+        quantiles_of("time_to_first_token_seconds", 0.5, 0.9, 0.99),
     )
     yield Panel(
         "Time between tokens",
         SECONDS,
         "Between two tokens of an answer. scheduler.max_gap_ms limits P99.",
-        of.quantiles("inter_token_latency_seconds", 0.5, 0.9, 0.99),
+        quantiles_of("inter_token_latency_seconds", 0.5, 0.9, 0.99),
     )
     yield Panel(
         "Whole request",
         SECONDS,
         "From a request's arrival to its end.",
-        of.quantiles("e2e_request_latency_seconds", 0.5, 0.9, 0.99),
+        quantiles_of("e2e_request_latency_seconds", 0.5, 0.9, 0.99),
     )
     yield Panel(
-        "Queue", SECONDS, "Waiting for the first step.", of.quantiles("request_queue_time_seconds", 0.5, 0.9, 0.99)
+        "Queue", SECONDS, "Waiting for the first step.", quantiles_of("request_queue_time_seconds", 0.5, 0.9, 0.99)
     )
     yield Panel(
         "Prefill",
         SECONDS,
         "Computing the prompt: from the first step to the first token.",
-        of.quantiles("request_prefill_time_seconds", 0.5, 0.9, 0.99),
+        quantiles_of("request_prefill_time_seconds", 0.5, 0.9, 0.99),
     )
     yield Panel(
         "Decode",
         SECONDS,
         "From the first token to the last.",
-        of.quantiles("request_decode_time_seconds", 0.5, 0.9, 0.99),
+        quantiles_of("request_decode_time_seconds", 0.5, 0.9, 0.99),
     )
 
 
-def cache(of: Metrics, by: str) -> Iterator[Panel]:
-    each = f"{{{{{by}}}}}"
+def cache() -> Iterator[Panel]:
     yield Panel(
         "KV cache in use",
         SHARE,
         "Share of the KV cache that running requests and pins hold. Near 100 %, requests wait or are preempted.",
-        [(each, f"max by ({by}) ({of('kv_cache_usage_perc')})")],
+        [(EACH, f"max by ({BY}) ({of('kv_cache_usage_perc')})")],
         maximum=1,
     )
     yield Panel(
         "Hit rate",
         SHARE,
         "Share of the prompt tokens that were found in the KV cache.",
-        [(each, share(of.rate("prefix_cache_hits_total"), of.rate("prefix_cache_queries_total"), by))],
+        [(EACH, share(rate_of("prefix_cache_hits_total"), rate_of("prefix_cache_queries_total"), BY))],
         maximum=1,
     )
     yield Panel(
@@ -185,23 +181,23 @@ def cache(of: Metrics, by: str) -> Iterator[Panel]:
         "Evictions",
         PER_S,
         "Blocks (cells on llama.cpp) evicted from the KV cache. Many, and a falling hit rate: the cache is too small.",
-        [(each, total(of.rate("kv_evictions_total"), by))],
+        [(EACH, total(rate_of("kv_evictions_total"), BY))],
     )
     yield Panel(
         "Waits for memory",
         PER_S,
         "Waits and preemptions for lack of KV memory.",
-        [(each, total(of.rate("kv_allocation_failures_total"), by))],
+        [(EACH, total(rate_of("kv_allocation_failures_total"), BY))],
     )
     yield Panel(
         "Pinned",
         BYTES,
         "KV memory of pinned prefixes; they are never evicted.",
-        [(each, total(of("kv_pinned_bytes"), by))],
+        [(EACH, total(of("kv_pinned_bytes"), BY))],
     )
 
 
-def tiers(of: Metrics) -> Iterator[Panel]:
+def tiers() -> Iterator[Panel]:
     yield Panel(
         "K/V in host memory and on disk",
         BYTES,
@@ -217,17 +213,17 @@ def tiers(of: Metrics) -> Iterator[Panel]:
         "Prompt tokens from tiers",
         TOKENS_PER_S,
         "Prompt tokens whose K/V were loaded from host memory or disk instead of being computed.",
-        [("host", total(of.rate("kv_host_hits_total"))), ("disk", total(of.rate("kv_disk_hits_total")))],
+        [("host", total(rate_of("kv_host_hits_total"))), ("disk", total(rate_of("kv_disk_hits_total")))],
     )
     yield Panel(
         "Moved between tiers",
         BYTES_PER_S,
         "K/V written to and read from disk, and copied to and from host memory.",
         [
-            ("to disk", total(of.rate("kv_disk_written_bytes_total"))),
-            ("from disk", total(of.rate("kv_disk_read_bytes_total"))),
-            ("to host", total(of.rate("kv_host_out_bytes_total"))),
-            ("from host", total(of.rate("kv_host_in_bytes_total"))),
+            ("to disk", total(rate_of("kv_disk_written_bytes_total"))),
+            ("from disk", total(rate_of("kv_disk_read_bytes_total"))),
+            ("to host", total(rate_of("kv_host_out_bytes_total"))),
+            ("from host", total(rate_of("kv_host_in_bytes_total"))),
         ],
     )
     yield Panel(
@@ -235,24 +231,23 @@ def tiers(of: Metrics) -> Iterator[Panel]:
         PER_S,
         "Loads that brought less than expected; the rest of the prompt was computed.",
         [
-            ("host", total(of.rate("kv_host_load_failures_total"))),
-            ("disk", total(of.rate("kv_disk_load_failures_total"))),
+            ("host", total(rate_of("kv_host_load_failures_total"))),
+            ("disk", total(rate_of("kv_disk_load_failures_total"))),
         ],
     )
 
 
-def engine(of: Metrics, by: str) -> Iterator[Panel]:
-    each = f"{{{{{by}}}}}"
-    yield Panel("Steps", PER_S, "Steps of the engine.", [(each, total(of.rate("engine_steps_total"), by))])
+def engine() -> Iterator[Panel]:
+    yield Panel("Steps", PER_S, "Steps of the engine.", [(EACH, total(rate_of("engine_steps_total"), BY))])
     yield Panel(
-        "Step time", SECONDS, "Duration of an engine step.", of.quantiles("engine_step_seconds", 0.5, 0.9, 0.99)
+        "Step time", SECONDS, "Duration of an engine step.", quantiles_of("engine_step_seconds", 0.5, 0.9, 0.99)
     )
     yield Panel(
         "Tokens per step",
         TOKENS,
         "Tokens computed per step, on average, and the budget of the next step for prompts.",
         [
-            ("computed", share(of.rate("iteration_tokens_total_sum"), of.rate("iteration_tokens_total_count"))),
+            ("computed", share(rate_of("iteration_tokens_total_sum"), rate_of("iteration_tokens_total_count"))),
             ("budget", f"avg({of('step_token_budget')})"),
         ],
     )
@@ -260,15 +255,15 @@ def engine(of: Metrics, by: str) -> Iterator[Panel]:
         "Preemptions",
         PER_S,
         "Requests whose memory went to others; they are computed again.",
-        [(each, total(of.rate("num_preemptions_total"), by))],
+        [(EACH, total(rate_of("num_preemptions_total"), BY))],
     )
     yield Panel(
         "Drafted tokens",
         TOKENS_PER_S,
         "Drafted tokens that were verified, and those that became part of answers.",
         [
-            ("drafted", total(of.rate("spec_decode_num_draft_tokens_total"))),
-            ("accepted", total(of.rate("spec_decode_num_accepted_tokens_total"))),
+            ("drafted", total(rate_of("spec_decode_num_draft_tokens_total"))),
+            ("accepted", total(rate_of("spec_decode_num_accepted_tokens_total"))),
         ],
     )
     yield Panel(
@@ -276,9 +271,9 @@ def engine(of: Metrics, by: str) -> Iterator[Panel]:
         PER_S,
         "Rebuilds of the backend's context, wrong positions in it, and failed upkeep of KV memory. All should be 0.",
         [
-            ("rebuilds", total(of.rate("backend_rebuilds_total"))),
-            ("wrong positions", total(of.rate("position_mismatches_total"))),
-            ("upkeep", total(of.rate("kv_upkeep_failures_total"))),
+            ("rebuilds", total(rate_of("backend_rebuilds_total"))),
+            ("wrong positions", total(rate_of("position_mismatches_total"))),
+            ("upkeep", total(rate_of("kv_upkeep_failures_total"))),
         ],
     )
 
@@ -328,7 +323,7 @@ def tenants() -> Iterator[Panel]:
     )
 
 
-def routing(of: Metrics) -> Iterator[Panel]:
+def routing() -> Iterator[Panel]:
     yield Panel(
         "Replicas",
         COUNT,
@@ -353,7 +348,7 @@ def routing(of: Metrics) -> Iterator[Panel]:
                 "expected",
                 share(rate("cllm_router_expected_hit_tokens_total"), rate("cllm_router_prompt_tokens_total")),
             ),
-            ("real", share(of.rate("prefix_cache_hits_total"), of.rate("prefix_cache_queries_total"))),
+            ("real", share(rate_of("prefix_cache_hits_total"), rate_of("prefix_cache_queries_total"))),
         ],
         maximum=1,
     )
@@ -398,7 +393,7 @@ def routing(of: Metrics) -> Iterator[Panel]:
     )
 
 
-def replicas(of: Metrics) -> Iterator[Panel]:
+def replicas() -> Iterator[Panel]:
     yield Panel(
         "Running by replica",
         COUNT,
@@ -418,47 +413,48 @@ def replicas(of: Metrics) -> Iterator[Panel]:
         [
             (
                 "{{replica}}",
-                f"histogram_quantile(0.99, sum by (le, replica) ({of.rate('time_to_first_token_seconds_bucket')}))",
+                f"histogram_quantile(0.99, sum by (le, replica) ({rate_of('time_to_first_token_seconds_bucket')}))",
             )
         ],
     )
 
 
-# -- boards ----------------------------------------------------------------------------------------------------------
+# -- the board ------------------------------------------------------------------------------------------------------
 
 
-def server_board() -> dict[str, Any]:
-    of = Metrics(("model_name",))
+def board() -> dict[str, Any]:
     rows = {
-        "Traffic": [*traffic(of), *connections()],
-        "Latency": [*latency(of)],
-        "KV cache": [*cache(of, "model_name"), *tiers(of)],
-        "Engine": [*engine(of, "model_name")],
+        "Traffic": [*traffic(), *connections()],
+        "Latency": [*latency()],
+        "KV cache": [*cache(), *tiers()],
+        "Engine": [*engine()],
         "Tenants": [*tenants()],
+        "Cluster": [*routing(), *replicas()],
     }
-    description = "One cLLM server: traffic, latency, KV cache, engine and API keys."
-    return board("cllm", "cLLM server", description, [model_variable()], rows)
-
-
-def cluster_board() -> dict[str, Any]:
-    of = Metrics(("model_name", "replica"))
-    rows = {
-        "Cluster": [*routing(of)],
-        "Traffic": [*traffic(of), *replicas(of)],
-        "Latency": [*latency(of)],
-        "KV cache": [*cache(of, "replica"), *tiers(of)],
-        "Engine": [*engine(of, "replica")],
-        "Tenants": [*tenants()],
+    source = {
+        "name": "datasource",
+        "label": "Data source",
+        "type": "datasource",
+        "query": "prometheus",
+        "refresh": 1,
     }
-    description = "A cLLM cluster: router, replicas, traffic, latency, KV cache, engine and API keys."
+    models = variable("model_name", "Model", "label_values(cllm:num_requests_running, model_name)")
     replica = variable(
         "replica", "Replica", 'label_values(cllm:num_requests_running{model_name=~"$model_name"}, replica)'
     )
-    return board("cllm-cluster", "cLLM cluster", description, [model_variable(), replica], rows)
-
-
-def model_variable() -> dict[str, Any]:
-    return variable("model_name", "Model", "label_values(cllm:num_requests_running, model_name)")
+    return {
+        "uid": "cllm",
+        "title": "cLLM",
+        "description": "A cLLM server or cluster: traffic, latency, KV cache, engine, API keys, router and replicas.",
+        "tags": ["cllm"],
+        "schemaVersion": 39,
+        "editable": True,
+        "graphTooltip": 1,
+        "refresh": "30s",
+        "time": {"from": "now-1h", "to": "now"},
+        "templating": {"list": [source, models, replica]},
+        "panels": list(laid_out(rows)),
+    }
 
 
 def variable(name: str, label: str, query: str) -> dict[str, Any]:
@@ -476,31 +472,6 @@ def variable(name: str, label: str, query: str) -> dict[str, Any]:
         "includeAll": True,
         "allValue": ".*",
         "current": {"selected": True, "text": ["All"], "value": ["$__all"]},
-    }
-
-
-def board(
-    uid: str, title: str, description: str, variables: list[dict[str, Any]], rows: dict[str, list[Panel]]
-) -> dict[str, Any]:
-    source = {
-        "name": "datasource",
-        "label": "Data source",
-        "type": "datasource",
-        "query": "prometheus",
-        "refresh": 1,
-    }
-    return {
-        "uid": uid,
-        "title": title,
-        "description": description,
-        "tags": ["cllm"],
-        "schemaVersion": 39,
-        "editable": True,
-        "graphTooltip": 1,
-        "refresh": "30s",
-        "time": {"from": "now-1h", "to": "now"},
-        "templating": {"list": [source, *variables]},
-        "panels": list(laid_out(rows)),
     }
 
 
@@ -551,24 +522,13 @@ def time_series(panel: Panel, number: int, place: dict[str, int]) -> dict[str, A
     }
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if a board is out of date")
-    check: bool = parser.parse_args().check
-    outdated = False
-    for content in (server_board(), cluster_board()):
-        file = FOLDER / f"{content['uid']}.json"
-        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-        if file.exists() and file.read_text(encoding="utf-8") == text:
-            continue
-        outdated = True
-        if not check:
-            FOLDER.mkdir(parents=True, exist_ok=True)
-            file.write_text(text, encoding="utf-8")
-    if outdated and check:
-        print("a board is out of date: run python scripts/grafana_boards.py")
-    return int(outdated and check)
+    parser.add_argument("file", type=Path, help="where the board goes")
+    file: Path = parser.parse_args().file
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(board(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()
