@@ -10,7 +10,7 @@ from typing import Any
 
 from cllm._native import Engine
 from cllm.backends.native.loader import load_engine
-from cllm.backends.native.sizes import packed_bytes, packed_tensor_bytes
+from cllm.backends.native.sizes import packed_bytes, read_per_token
 from cllm.machine import default_threads, mib, read_cpus, read_memory_limits, tightest
 from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
@@ -66,13 +66,7 @@ def file_subject(name: str, instruction_set: str) -> Subject:
     def build(threads: int) -> Engine:
         return load_engine(model, threads=threads, instruction_set=instruction_set)
 
-    return Subject(file.stem, build, model.spec.n_vocab, file_macs_per_token(model), float(_read_per_token(model)))
-
-
-def _read_per_token(model: GGUFModel) -> int:
-    """Bytes of weights read per decoded token: all but an embedding that is not the output head, too."""
-    apart = "output.weight" in model.tensors
-    return packed_bytes(model) - (packed_tensor_bytes(model.tensors["token_embd.weight"]) if apart else 0)
+    return Subject(file.stem, build, model.spec.n_vocab, file_macs_per_token(model), float(read_per_token(model)))
 
 
 def _check_room(what: str, size: int, advice: str) -> None:
