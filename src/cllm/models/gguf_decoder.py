@@ -130,9 +130,13 @@ def _positive(model: GGUFModel, suffix: str, default: float | None) -> float:
     return value
 
 
-def shown(value: object, limit: int = 60) -> str:
+def shown(value: object) -> str:
     """A value from a file on one line, without quotes if it needs none."""
-    return value if isinstance(value, str) and value.isprintable() and len(value) <= limit else short(value, limit)
+    return (
+        value
+        if isinstance(value, str) and value.isprintable() and len(value) <= _MOST_SHOWN
+        else short(value, _MOST_SHOWN)
+    )
 
 
 def _unsupported_experts(model: GGUFModel) -> str | None:

@@ -82,7 +82,7 @@ class _Revision:
 
 
 def fetch_hub_model(
-    model: HubModel, cache: Path, progress: ByteProgress | None, *, refresh: bool, on_choice: OnChoice | None = None
+    model: HubModel, cache: Path, progress: ByteProgress | None, *, refresh: bool, on_choice: OnChoice | None
 ) -> Path:
     """The directory with the files, or the .gguf file, in `cache`. A model that is already there is used without asking
     the hub, unless `refresh` is set and the hub is reachable."""
