@@ -1,4 +1,4 @@
-"""What the native and torch engines need from a GGUF file: the model's parameters, and its tensors with their sizes.
+"""What the native and torch engines need from a GGUF file: everything about the model in numbers.
 
 They run plain decoders: Llama and relatives. `unsupported_reason` names whatever else a file asks for.
 """
@@ -75,7 +75,7 @@ def decoder_spec(model: GGUFModel) -> ModelSpec:
 
 
 def rope_dims(model: GGUFModel) -> int:
-    return int(number(model, "rope.dimension_count", model.spec.layers[0].attention.head_dim_k))
+    return int(_number(model, "rope.dimension_count", model.spec.layers[0].attention.head_dim_k))
 
 
 def _read_rotation(model: GGUFModel) -> Rotation:
@@ -85,7 +85,7 @@ def _read_rotation(model: GGUFModel) -> Rotation:
         base=_positive(model, "rope.freq_base", 10000.0),
         dims=dims,
         neox=ROPE_NEOX[architecture],
-        scale=rope_factor(model) if scaled else 1.0,
+        scale=_rope_factor(model) if scaled else 1.0,
         divisors=_read_divisors(model, dims // 2) if ROPE_FREQS in model.tensors else None,
     )
 
@@ -106,15 +106,15 @@ def check_size(model: GGUFModel, name: str, *asked: int) -> None:
         raise ModelError(f"{model.path}: the tensor {name} is {found}, but should be {wanted}; {DAMAGED_ADVICE}")
 
 
-def rope_factor(model: GGUFModel) -> float:
+def _rope_factor(model: GGUFModel) -> float:
     """The factor by which positions are scaled; 0 means none."""
     for suffix in ("rope.scaling.factor", "rope.scale_linear"):
         if f"{model.spec.architecture}.{suffix}" in model.metadata:
-            return _positive(model, suffix, 1.0) if number(model, suffix, 1.0) else 1.0
+            return _positive(model, suffix, 1.0) if _number(model, suffix, 1.0) else 1.0
     return 1.0
 
 
-def number(model: GGUFModel, suffix: str, default: float) -> float:
+def _number(model: GGUFModel, suffix: str, default: float) -> float:
     return model.get(f"{model.spec.architecture}.{suffix}", float(default))
 
 
@@ -122,7 +122,7 @@ def _positive(model: GGUFModel, suffix: str, default: float | None) -> float:
     key = f"{model.spec.architecture}.{suffix}"
     if default is None and key not in model.metadata:
         raise ModelError(f"{model.path}: the metadata key {key} is missing; use a complete .gguf file")
-    value = number(model, suffix, default or 0.0)
+    value = _number(model, suffix, default or 0.0)
     if not (math.isfinite(value) and value > 0):
         raise ModelError(
             f"{model.path}: the metadata key {key} is {value}, not a positive number; use another .gguf file"
@@ -130,17 +130,13 @@ def _positive(model: GGUFModel, suffix: str, default: float | None) -> float:
     return value
 
 
-def shown(value: object) -> str:
+def _shown(value: object) -> str:
     """A value from a file on one line, without quotes if it needs none."""
-    return (
-        value
-        if isinstance(value, str) and value.isprintable() and len(value) <= _MOST_SHOWN
-        else short(value, _MOST_SHOWN)
-    )
+    return value if isinstance(value, str) and value.isprintable() and len(value) <= 60 else short(value)
 
 
 def _unsupported_experts(model: GGUFModel) -> str | None:
-    if number(model, "expert_count", 0) > 1 or any("_exps." in name for name in model.tensors):
+    if _number(model, "expert_count", 0) > 1 or any("_exps." in name for name in model.tensors):
         return "it is a mixture of experts"
     return None
 
@@ -149,8 +145,8 @@ def _unsupported_keys(model: GGUFModel) -> str | None:
     for suffix, harmless in _UNSUPPORTED_KEYS.items():
         value = model.get(f"{model.spec.architecture}.{suffix}", cast(Any, None))
         if value is not None and value not in harmless:
-            return f"its {suffix} is {shown(value)}, which is not supported"
-    window = number(model, "attention.sliding_window", 0)
+            return f"its {suffix} is {_shown(value)}, which is not supported"
+    window = _number(model, "attention.sliding_window", 0)
     if 0 < window < model.spec.context_length:
         return f"its attention has a sliding window of {window:g} tokens"
     return None
@@ -158,10 +154,10 @@ def _unsupported_keys(model: GGUFModel) -> str | None:
 
 def _unsupported_rope(model: GGUFModel) -> str | None:
     kind = model.get(f"{model.spec.architecture}.rope.scaling.type", "linear")
-    if kind not in ("none", "linear") and not (kind == "yarn" and rope_factor(model) == 1.0):
-        return f"its RoPE scaling is {shown(kind)}, not none or linear"
+    if kind not in ("none", "linear") and not (kind == "yarn" and _rope_factor(model) == 1.0):
+        return f"its RoPE scaling is {_shown(kind)}, not none or linear"
     head_dim = model.spec.layers[0].attention.head_dim_k
-    dims = number(model, "rope.dimension_count", head_dim)
+    dims = _number(model, "rope.dimension_count", head_dim)
     if not 0 < dims <= head_dim or dims % 2:
         return f"its RoPE rotates {dims:g} of {head_dim} dimensions of a head"
     return None
@@ -185,7 +181,7 @@ def _unsupported_tensors(model: GGUFModel, types: Container[int]) -> str | None:
         match = _LAYER_TENSOR.fullmatch(name)
         in_layer = match is not None and int(match[1]) < spec.n_layers and f"blk.0.{match[2]}" in in_layers
         if not in_layer and name not in known:
-            return f"it has the tensor {shown(name)}, which is unknown for {architecture}"
+            return f"it has the tensor {_shown(name)}, which is unknown for {architecture}"
         if info.type not in types or (name == ROPE_FREQS and info.type != GGMLQuantizationType.F32):
             return f"its tensor {name} is of type {GGMLQuantizationType(info.type).name}"
     return None
