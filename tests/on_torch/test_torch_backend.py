@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from cllm.backends.base import Chunk, Logits
-from cllm.backends.torch import memory
+from cllm.backends.torch import block_memory
 from cllm.backends.torch.backend import TorchBackend
 from cllm.backends.torch.device import DTYPES
 from cllm.backends.torch.linear import FP8
@@ -146,7 +146,7 @@ def test_what_has_landed_is_not_copied_again(
     def refuse(*_: object) -> None:
         raise AssertionError("a copy of all")
 
-    monkeypatch.setattr(memory, "LANDED_AT_ONCE_BYTES", at_once)
+    monkeypatch.setattr(block_memory, "LANDED_AT_ONCE_BYTES", at_once)
     places = backend.ops.landing([41, 40, 7])
     for number, place in enumerate(places):
         place[:] = number + 1

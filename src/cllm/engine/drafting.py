@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import logging
 from array import array
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 from cllm.engine.request import Sequence
 
 log = logging.getLogger("cllm.engine")
 
+T = TypeVar("T")
 _NONE: array[int] = array("i")
 
 
@@ -57,37 +59,22 @@ class Drafting:
         return self._drafter is not None
 
     def begin_step(self, rows: int, prompts_wait: bool) -> int:
-        if self._drafter is None:
-            return 0
-        try:
-            return max(0, min(self._drafter.begin_step(rows, prompts_wait), self._most))
-        except Exception:
-            self._give_up()
-            return 0
+        return max(0, min(self._ask(lambda drafter: drafter.begin_step(rows, prompts_wait), 0), self._most))
 
     def propose(self, sequence: Sequence, most: int) -> array[int]:
-        if self._drafter is None:
-            return _NONE
-        try:
-            return self._drafter.propose(sequence, most)[:most]
-        except Exception:
-            self._give_up()
-            return _NONE
+        return self._ask(lambda drafter: drafter.propose(sequence, most)[:most], _NONE)
 
     def observe_step(self, rows: int, drafted: int, seconds: float, prompt_tokens: int) -> None:
-        if self._drafter is not None:
-            try:
-                self._drafter.observe_step(rows, drafted, seconds, prompt_tokens)
-            except Exception:
-                self._give_up()
+        self._ask(lambda drafter: drafter.observe_step(rows, drafted, seconds, prompt_tokens), None)
 
     def end(self, sequence: Sequence) -> None:
+        self._ask(lambda drafter: drafter.end(sequence), None)
+
+    def _ask(self, question: Callable[[Drafter], T], otherwise: T) -> T:
         if self._drafter is not None:
             try:
-                self._drafter.end(sequence)
+                return question(self._drafter)
             except Exception:
-                self._give_up()
-
-    def _give_up(self) -> None:
-        self._drafter = None
-        log.exception("drafting failed; continuing without drafts")
+                self._drafter = None
+                log.exception("drafting failed; continuing without drafts")
+        return otherwise

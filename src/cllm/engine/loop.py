@@ -417,7 +417,7 @@ class Engine:
         requests = self.scheduler.requests
         return len(requests.running), len(requests.waiting), len(requests.by_id), requests.dequeued, self.rebuilds
 
-    def _publish(self, *, force: bool = False) -> None:
+    def _publish(self, *, force: bool) -> None:
         try:
             now, counts = self._clock(), self._counts()
             if force or counts != self._published_counts or now - self._published_at >= SNAPSHOT_INTERVAL_S:

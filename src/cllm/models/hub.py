@@ -23,7 +23,7 @@ import psutil
 
 from cllm.errors import ModelError
 from cllm.machine import install_extra, read_memory_limits, total_memory
-from cllm.models.fetch import directory_bytes, show_progress, storage_errno, storage_failure, watch
+from cllm.models.fetch import directory_bytes, run_client, show_progress, storage_failure
 from cllm.models.gguf_choice import Choice, choose, gguf_files
 from cllm.models.hf_directory import CONFIG
 from cllm.models.json_file import read_json
@@ -82,7 +82,7 @@ class _Revision:
 
 
 def fetch_hub_model(
-    model: HubModel, cache: Path, progress: ByteProgress | None, *, refresh: bool, on_choice: OnChoice | None = None
+    model: HubModel, cache: Path, progress: ByteProgress | None, *, refresh: bool, on_choice: OnChoice | None
 ) -> Path:
     """The directory with the files, or the .gguf file, in `cache`. A model that is already there is used without asking
     the hub, unless `refresh` is set and the hub is reachable."""
@@ -224,18 +224,8 @@ def _size(path: Path) -> int | None:
 def _download(model: HubModel, revision: _Revision, cache: Path, on_tick: Callable[[], None]) -> None:
     command = [sys.executable, "-c", _DOWNLOAD, model.repository, revision.commit, str(cache), *revision.sizes]
     environment = os.environ | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    process = subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    try:
-        output = watch(process, on_tick)
-    except BaseException:
-        _stop(process)
-        raise
-    if process.returncode:
-        number = storage_errno(output)
-        if number is not None:
-            raise OSError(number, os.strerror(number))
+    output, failed = run_client(command, environment, on_tick, _stop)
+    if failed:
         raise ModelError(f"cannot download {model.name}: {_last_line(output)}; try again to resume")
 
 

@@ -14,6 +14,7 @@ from cllm.models.dequantise import DEQUANTISED, dequantised_rows
 from cllm.models.gguf import GGUFModel, TensorFile
 from cllm.models.gguf_decoder import ROPE_FREQS, ROPE_NEOX, decoder_spec, unsupported_reason
 from cllm.models.spec import ModelSpec, Rotation
+from cllm.models.tensors import hf_name, in_halves
 from cllm_bench.errors import BenchError
 
 Floats = NDArray[np.float32]
@@ -21,22 +22,6 @@ Floats = NDArray[np.float32]
 MAJOR = "5"
 """Versions differ in the names of parameters and modules."""
 INSTALL = install_packages("torch", "transformers>=5,<6")
-_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _FLOATS = frozenset({GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16})
 
 
@@ -114,7 +99,7 @@ def _config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _weights(model: GGUFModel) -> Iterator[tuple[str, Floats]]:
-    spec, attention = model.spec, model.spec.layers[0].attention
+    spec = model.spec
     with TensorFile(model) as file:
         for name, info in model.tensors.items():
             if name == ROPE_FREQS:
@@ -122,24 +107,11 @@ def _weights(model: GGUFModel) -> Iterator[tuple[str, Floats]]:
             values = np.concatenate(list(dequantised_rows(file, model, name))).reshape(info.shape[::-1])
             role = name.split(".")[-2]
             if role in ("attn_q", "attn_k") and not ROPE_NEOX[spec.architecture]:
-                heads = attention.n_heads if role == "attn_q" else attention.n_kv_heads
-                values = _halves_apart(values, heads)
-            yield _renamed(name), np.ascontiguousarray(values)
+                values = in_halves(values, spec.layers[0].attention.head_dim_k)
+            yield hf_name(name), np.ascontiguousarray(values)
     if spec.architecture == "llama" and "blk.0.attn_q.bias" in model.tensors:
         for layer in range(spec.n_layers):
             yield f"model.layers.{layer}.self_attn.o_proj.bias", np.zeros(spec.n_embd, np.float32)
-
-
-def _renamed(name: str) -> str:
-    *layer, role, kind = name.removeprefix("blk.").split(".")
-    place = f"model.layers.{layer[0]}." if layer else ""
-    return f"{place}{_NAMES[role]}.{kind}"
-
-
-def _halves_apart(rows: Floats, heads: int) -> Floats:
-    """Rows whose pairs of a rotation lie side by side, as such pairs lie in transformers: half a head apart."""
-    apart: Floats = rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-    return apart
 
 
 def _frequencies(rotation: Rotation) -> Floats:

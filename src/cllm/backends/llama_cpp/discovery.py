@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import platform
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,9 +41,9 @@ def installed() -> Iterator[Found]:
                 yield Found(package, _version(package), path)
 
 
-def missing_features(found: Found, features: Set[str] | None = None) -> list[str]:
+def missing_features(found: Found) -> list[str]:
     """What the library is compiled for and this processor does not have."""
-    features = cpu_features() if features is None else features
+    features = cpu_features()
     if found.package != "xllamacpp" or platform.machine() != "x86_64" or not features:
         return []
     return sorted(_WHEELS_FEATURES - features)

@@ -13,16 +13,10 @@ from gguf import GGMLQuantizationType
 from cllm._native import Engine
 from cllm.errors import ConfigError, ModelError
 from cllm.models.gguf import DAMAGED_ADVICE, GGUFModel, TensorFile
-from cllm.models.gguf_decoder import (
-    TensorSpec,
-    check_size,
-    decoder_spec,
-    layer_tensors,
-    outer_tensors,
-    unsupported_reason,
-)
+from cllm.models.gguf_decoder import check_size, decoder_spec, unsupported_reason
 from cllm.models.load_progress import ByteProgress
 from cllm.models.spec import ModelSpec
+from cllm.models.tensors import TensorSpec, all_tensors
 
 _TYPES = frozenset({
     GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16, GGMLQuantizationType.Q4_0,
@@ -32,7 +26,6 @@ _TYPES = frozenset({
 _MAX_HEAD_DIM = 512
 _TILE_ROWS = 16
 _PIECE_BYTES = 16 << 20  # read and packed at a time
-_OPTIONAL = frozenset({"output", "attn_q.bias", "attn_k.bias", "attn_v.bias"})
 
 
 def unsupported(model: GGUFModel) -> str | None:
@@ -76,19 +69,12 @@ def load_engine(
 
 def _present(model: GGUFModel, spec: ModelSpec) -> Iterator[TensorSpec]:
     """The tensors to load, with their sizes checked. Raises at the first one missing, however many are claimed."""
-    yield from _checked(model, outer_tensors(spec))
-    for index in range(spec.n_layers):
-        yield from _checked(model, layer_tensors(spec, index))
-
-
-def _checked(model: GGUFModel, wanted: Iterator[TensorSpec]) -> Iterator[TensorSpec]:
-    for item in wanted:
-        if item.name not in model.tensors:
-            if item.role in _OPTIONAL:
-                continue
+    for item in all_tensors(spec):
+        if item.name in model.tensors:
+            check_size(model, item.name, *reversed(item.shape))
+            yield item
+        elif not item.role.endswith(".bias"):
             raise ModelError(f"{model.path}: the tensor {item.name} is missing; {DAMAGED_ADVICE}")
-        check_size(model, item.name, item.cols, *([] if item.rows == 1 else [item.rows]))
-        yield item
 
 
 def _load_weights(engine: Engine, model: GGUFModel, wanted: list[TensorSpec], progress: ByteProgress) -> None:

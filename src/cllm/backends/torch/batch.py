@@ -267,13 +267,7 @@ def batch_on(
     tables = torch.empty((len(host.lengths), most), dtype=torch.int32, device=device)
     prepare(tokens, follows, last, table, firsts, tables)
     batch = StepBatch(
-        tokens=tokens,
-        positions=positions,
-        slots=slots,
-        starts=starts,
-        lengths=lengths,
-        tables=tables,
-        wanted=wanted,
+        *(tokens, positions, slots, starts, lengths, tables, wanted),
         decode_rows=host.decode_rows,
         longest_chunk=host.longest_chunk,
         longest=host.longest,

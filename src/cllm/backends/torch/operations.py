@@ -86,14 +86,9 @@ class PlainOperations(Operations):
         product = linear.linear_by_row if self._alone else linear.linear
         return product(x, weight, scales, bias)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return reference.rms_norm(x, weight, eps)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return reference.add_rms_norm(x, residual, weight, eps)
-
-    def silu_multiply(self, gate_up: Tensor) -> Tensor:
-        return reference.silu_multiply(gate_up)
+    rms_norm = staticmethod(reference.rms_norm)
+    add_rms_norm = staticmethod(reference.add_rms_norm)
+    silu_multiply = staticmethod(reference.silu_multiply)
 
     def rotate_and_store(
         self,

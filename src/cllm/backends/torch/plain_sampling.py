@@ -13,10 +13,7 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 class PlainSampler(Sampler):
-    def prepare(
-        self, tokens: Tensor, follows: Tensor, last: Tensor, table: Tensor, firsts: Tensor, tables: Tensor
-    ) -> None:
-        plain_prepare(tokens, follows, last, table, firsts, tables)
+    prepare = staticmethod(plain_prepare)
 
     def bias(self, logits: Tensor, listed: TokenBiases) -> None:
         starts = listed.starts.tolist()

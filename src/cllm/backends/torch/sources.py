@@ -7,38 +7,20 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
 
-import numpy as np
 import torch
 
 from cllm.backends.torch.weights import Source, TensorShape
 from cllm.models.dequantise import DEQUANTISED, dequantised_rows
 from cllm.models.gguf import GGUFModel, TensorFile
 from cllm.models.gguf_decoder import ROPE_FREQS, decoder_spec, rope_dims, unsupported_reason
-from cllm.models.hf_directory import HEAD, HFModel
+from cllm.models.hf_directory import HFModel
 from cllm.models.json_file import FETCH_AGAIN
 from cllm.models.spec import ModelSpec
+from cllm.models.tensors import hf_name, in_halves
 from cllm.models.unchanged_file import UnchangedFile
 
 _PIECE_BYTES = 16 << 20
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_GGUF_OUTER = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": HEAD,
-}
-_GGUF_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _ROTATED = ("self_attn.q_proj.", "self_attn.k_proj.")
 
 
@@ -110,7 +92,7 @@ class GGUFSource:
     def __init__(self, model: GGUFModel) -> None:
         self._model = model
         self._file = TensorFile(model)
-        self._stored = {_hugging_face_name(name): name for name in model.tensors if name != ROPE_FREQS}
+        self._stored = {hf_name(name): name for name in model.tensors if name != ROPE_FREQS}
         self.label = str(model.path)
 
     def __enter__(self) -> GGUFSource:
@@ -134,20 +116,5 @@ class GGUFSource:
         for rows in dequantised_rows(self._file, self._model, self._stored[name], head_dim if in_pairs else 1):
             values = rows.reshape(-1) if is_vector else rows
             if in_pairs:
-                values = _in_halves(values, head_dim)
+                values = in_halves(values, head_dim)
             yield torch.from_numpy(values if values.flags.writeable else values.copy())
-
-
-def _hugging_face_name(name: str) -> str:
-    """The name of a tensor that `unsupported` knows; others, in damaged files, are unknown under any name."""
-    if name in _GGUF_OUTER:
-        return _GGUF_OUTER[name]
-    _, layer, rest = name.split(".", 2)
-    role, _, kind = rest.rpartition(".")
-    return f"model.layers.{layer}.{_GGUF_LAYER[role]}.{kind}"
-
-
-def _in_halves(rows: np.ndarray, head_dim: int) -> np.ndarray:
-    """Dimensions that are rotated together are neighbours in the file, and half a head apart in the model."""
-    heads = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
-    return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(rows.shape)

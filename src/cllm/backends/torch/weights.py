@@ -20,11 +20,19 @@ from cllm.backends.torch.device import values_dtype
 from cllm.backends.torch.linear import FP8, quantise_rows
 from cllm.backends.torch.model import Layer, Weights
 from cllm.errors import ModelError
-from cllm.models.hf_directory import HEAD
 from cllm.models.load_progress import ByteProgress
 from cllm.models.spec import LayerSpec, ModelSpec
+from cllm.models.tensors import (
+    HF_EMBEDDING,
+    HF_HEAD,
+    HF_NORM,
+    TensorSpec,
+    all_tensors,
+    hf_name,
+    layer_tensors,
+    outer_tensors,
+)
 
-EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
 _UNUSED = ".rotary_emb.inv_freq"
 _AGAIN = "fetch the model again"
 SCALE = torch.float32
@@ -52,34 +60,31 @@ class Source(Protocol):
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     """However many equal layers are claimed, this takes no time."""
-    total = sum(_stored_bytes(name, shape, dtype) for name, shape in _wanted_beside(spec))
+    total = sum(_stored_bytes(item, dtype) for item in outer_tensors(spec))
     for layer, count in Counter(spec.layers).items():
-        total += count * sum(_stored_bytes(name, shape, dtype) for name, shape in _wanted_in_layer(layer, spec.n_embd))
+        total += count * sum(_stored_bytes(item, dtype) for item in layer_tensors(layer, spec.n_embd, 0))
     return total
 
 
-def _stored_bytes(name: str, shape: TensorShape, dtype: torch.dtype) -> int:
-    if dtype == FP8 and _is_multiplied(name, shape):
-        return math.prod(shape) + shape[0] * int(SCALE.itemsize)
-    return math.prod(shape) * int(values_dtype(dtype).itemsize)
-
-
-def _is_multiplied(name: str, shape: TensorShape) -> bool:
-    return len(shape) == 2 and name != EMBEDDING
+def _stored_bytes(item: TensorSpec, dtype: torch.dtype) -> int:
+    if dtype == FP8 and len(item.shape) == 2 and item.role != "token_embd":
+        return math.prod(item.shape) + item.rows * int(SCALE.itemsize)
+    return math.prod(item.shape) * int(values_dtype(dtype).itemsize)
 
 
 def check_source(source: Source, spec: ModelSpec) -> None:
     """Raise `ModelError` unless the source has just the tensors of such a model. No memory is taken for any of them."""
     names, known = source.names, set()
-    for name, shape in _wanted(spec):  # the first that is missing ends this, however many are claimed
+    for item in all_tensors(spec):  # the first that is missing ends this, however many are claimed
+        name = hf_name(item.name)
         if name not in names:
             raise ModelError(f"{source.label}: the tensor {name} is missing; {_AGAIN}")
-        if source.shape(name) != shape:
-            has, should = (" x ".join(map(str, each)) for each in (source.shape(name), shape))
+        if source.shape(name) != item.shape:
+            has, should = (" x ".join(map(str, each)) for each in (source.shape(name), item.shape))
             raise ModelError(f"{source.label}: the tensor {name} is {has}, but should be {should}; {_AGAIN}")
         known.add(name)
     for name in names:
-        if name not in known and not name.endswith(_UNUSED) and not (name == HEAD and spec.tied):
+        if name not in known and not name.endswith(_UNUSED) and not (name == HF_HEAD and spec.tied):
             raise ModelError(f"{source.label}: the tensor {name} is unknown for this kind of model; use another one")
 
 
@@ -94,12 +99,12 @@ class Loader:
     def load(self, spec: ModelSpec) -> Weights:
         check_source(self._source, spec)
         self._expected = weight_bytes(spec, self._dtype)
-        embedding = self._joined([EMBEDDING], spec.n_vocab, spec.n_embd)
+        embedding = self._joined([HF_EMBEDDING], spec.n_vocab, spec.n_embd)
         layers = [self._layer(layer, spec.n_embd, index) for index, layer in enumerate(spec.layers)]
-        norm = self._joined([NORM], spec.n_embd)
+        norm = self._joined([HF_NORM], spec.n_embd)
         if spec.tied:
             return Weights(embedding, layers, norm, embedding)
-        head, scales = self._matrix([HEAD], spec.n_vocab, spec.n_embd)
+        head, scales = self._matrix([HF_HEAD], spec.n_vocab, spec.n_embd)
         return Weights(embedding, layers, norm, head, scales)
 
     def _layer(self, layer: LayerSpec, n_embd: int, index: int) -> Layer:
@@ -158,36 +163,3 @@ class Loader:
         self._loaded += count
         if self._progress is not None:
             self._progress(self._loaded, self._expected)
-
-
-def _wanted(spec: ModelSpec) -> Iterator[tuple[str, TensorShape]]:
-    """Every tensor of the model with its shape."""
-    yield from _wanted_beside(spec)
-    for index, layer in enumerate(spec.layers):
-        for name, shape in _wanted_in_layer(layer, spec.n_embd):
-            yield f"model.layers.{index}.{name}", shape
-
-
-def _wanted_beside(spec: ModelSpec) -> Iterator[tuple[str, TensorShape]]:
-    yield EMBEDDING, (spec.n_vocab, spec.n_embd)
-    yield NORM, (spec.n_embd,)
-    if not spec.tied:
-        yield HEAD, (spec.n_vocab, spec.n_embd)
-
-
-def _wanted_in_layer(layer: LayerSpec, n_embd: int) -> Iterator[tuple[str, TensorShape]]:
-    attention, n_ff = layer.attention, layer.feed_forward.size
-    yield "input_layernorm.weight", (n_embd,)
-    yield "post_attention_layernorm.weight", (n_embd,)
-    for part, size in (("q", attention.q_size), ("k", attention.k_size), ("v", attention.v_size)):
-        yield f"self_attn.{part}_proj.weight", (size, n_embd)
-        if attention.qkv_bias:
-            yield f"self_attn.{part}_proj.bias", (size,)
-        if attention.qk_norm and part != "v":
-            yield f"self_attn.{part}_norm.weight", (attention.head_dim_k,)
-    yield "self_attn.o_proj.weight", (n_embd, attention.output_size)
-    if attention.output_bias:
-        yield "self_attn.o_proj.bias", (n_embd,)
-    yield "mlp.gate_proj.weight", (n_ff, n_embd)
-    yield "mlp.up_proj.weight", (n_ff, n_embd)
-    yield "mlp.down_proj.weight", (n_embd, n_ff)
