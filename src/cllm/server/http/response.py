@@ -342,10 +342,8 @@ class EventStream(Response):
         self._progress = progress
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
+        with suppress(ClientGoneError):
             await unless_gone(receive, self._stream(scope, send))
-        except ClientGoneError:
-            return
 
     async def _write_batch(self, writer: ResponseWriter, before: str, batch: Sequence[Any]) -> None:
         event = self._events.event
