@@ -129,7 +129,7 @@ def test_every_gpu_has_a_budget_of_its_own(gpus: dict[int, int], directories: li
     gpu, host = served.memories["cuda:0"], served.memories["cpu"]
     assert gpu.ledger.budget == 90 * MIB, "nine tenths of what is free, for both of them"
     one, two, three = served.models
-    fixed = [gpu.shares.fixed(each) for each in (one, two)]
+    fixed = [gpu.fixed(each) for each in (one, two)]
     assert fixed[0] == fixed[1] and 89 * MIB < sum(fixed) <= 90 * MIB
     assert one.estimate.context == 512, "the model's own, as on a GPU"
     assert served.memory_of(three) is host and host.ledger is not gpu.ledger

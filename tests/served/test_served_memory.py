@@ -203,7 +203,7 @@ async def test_native_models_answer_to_the_bit_as_if_alone_while_memory_changes_
             for number, prompt in enumerate(prompts):
                 expected[name, number] = await tokens(llm, prompt)
     probe = ServedModels(load_config(None, {**common, "models": list(paths.values())}, {}).config)
-    needed = sum(probe.memories["cpu"].shares.fixed(each) + 1.3 * each.estimate.context_bytes for each in probe.models)
+    needed = sum(probe.memories["cpu"].fixed(each) + 1.3 * each.estimate.context_bytes for each in probe.models)
     several = {**common, "models": list(paths.values()), "resources.max_memory_mb": needed / 2**20}
     served = ServedModels(load_config(None, several, {}).config)
     await served.start()

@@ -92,7 +92,7 @@ async def test_memory_that_another_model_needs_goes_to_disk_first(tmp_path: Path
     """Under a budget for one they take each other's place, again and again."""
     entries = [{"name": path, "load": "first_use"} for path in paths]
     probe = ServedModels(load_config(None, {**SETTINGS, "backend.type": "native", "models": entries}, {}).config)
-    needed = max(probe.memories["cpu"].shares.fixed(each) + 1.5 * each.estimate.context_bytes for each in probe.models)
+    needed = max(probe.memories["cpu"].fixed(each) + 1.5 * each.estimate.context_bytes for each in probe.models)
     async with native(tmp_path / "kv", entries, resources__max_memory_mb=needed / 2**20) as (_, served):
         expected: dict[str, Any] = {}
         for round_number in range(3):

@@ -64,15 +64,14 @@ class Server(uvicorn.Server):
         for number in _signals():
             loop.add_signal_handler(number, self._on_signal, number)
         efficiency = self._observe()
-        await self._serves.start()
-        keep_loaded_objects()
-        background = [asyncio.create_task(each.run()) for each in efficiency]
         try:
+            await self._serves.start()
+            keep_loaded_objects()
+            for each in efficiency:
+                self._state.in_background(each.run())
             self._listen()
             await super().serve(sockets)
         finally:
-            for task in background:
-                task.cancel()
             await self._state.end_background()
             await (self._closing or self._serves.shutdown(0))
             await self._state.close()

@@ -30,22 +30,35 @@ FAKE_CONTEXTS = 256
 ADVICE = "raise resources.max_memory_mb, lower resources.max_context_length, or use a smaller model"
 
 
-class MemoryShares:
-    def __init__(self, models: Sequence[ServedModel], budget: int, device: str = "cpu") -> None:
-        self.budget = budget
-        self._models = models
+class DeviceMemory:
+    """The machine's or a GPU's memory, and what each model has of it."""
+
+    def __init__(self, config: Config, models: Sequence[ServedModel], device: str) -> None:
+        limits, share = (read_memory_limits(), SHARE) if device == "cpu" else ([gpu_room(device)], GPU_KV_FRACTION)
+        self.ledger = MemoryLedger(_choose_budget(config, limits, share))
+        self.budget = self.ledger.budget
+        self._all = models
         self._device = device
-        for served in models:
+        for served in self._models:
             self.choose_context(served)
+        self._check()
 
     def choose_context(self, served: ServedModel) -> None:
         """A context that nobody asked for takes at most `CONTEXT_SHARE` of an equal part of the memory for K/V, since
         an elastic model always has room reserved for it."""
         found = served.estimate
         if served.config.resources.max_context_length is None:
-            equal = (self.budget - sum(each.estimate.weights for each in self._models)) // len(self._models)
-            tokens = int(max(equal, 0) * (CONTEXT_SHARE if found.is_elastic else 1)) // found.token_bytes
+            tokens = int(max(self._equal_part, 0) * (CONTEXT_SHARE if found.is_elastic else 1)) // found.token_bytes
             served.estimate = replace(found, context=context_within(found.context, tokens))
+
+    @property
+    def _models(self) -> list[ServedModel]:
+        """Those on this device: a model whose files have changed may run on another one."""
+        return [served for served in self._all if served.estimate.device == self._device]
+
+    @property
+    def _equal_part(self) -> int:
+        return (self.budget - sum(each.estimate.weights for each in self._models)) // len(self._models)
 
     def fixed(self, served: ServedModel) -> int:
         """Bytes that it takes as long as it is loaded."""
@@ -67,8 +80,7 @@ class MemoryShares:
         asked = served.config.resources.kv_cache_max_memory_mb
         room = self.budget - served.estimate.weights
         if not served.estimate.is_elastic:
-            equal = (self.budget - sum(each.estimate.weights for each in self._models)) // len(self._models)
-            room = max(equal, min(room, served.estimate.context_bytes))
+            room = max(self._equal_part, min(room, served.estimate.context_bytes))
         if served.estimate.kind == "fake":
             room = min(room, FAKE_CONTEXTS * served.estimate.context_bytes)
         return max(0, room if asked is None else min(room, int(asked * MIB)))
@@ -76,7 +88,7 @@ class MemoryShares:
     def _needed(self, served: ServedModel) -> int:
         return served.estimate.weights + served.estimate.context_bytes
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Raise `ConfigError` for models that can never fit."""
         for served in self._models:
             self.check_one(served)
@@ -94,6 +106,20 @@ class MemoryShares:
 
     def _reserved(self, served: ServedModel) -> int:
         return self.fixed(served) + self.least(served)
+
+    @property
+    def evictable(self) -> list[ServedModel]:
+        """Loaded models that may be unloaded."""
+        return [each for each in self._models if each.account is not None and not each.entry.pinned]
+
+    def least_recently_used(self) -> ServedModel | None:
+        idle = [served for served in self.evictable if not (served.is_wanted or served.changing)]
+        return min(idle, key=lambda served: served.last_used, default=None)
+
+    def may_have_room(self, served: ServedModel) -> bool:
+        """Whether it fits once all models are unloaded that may be."""
+        freed = sum(each.account.needed for each in self.evictable if each.account is not None)
+        return self.ledger.fits(self._reserved(served) - freed)
 
     def no_room(self, served: ServedModel) -> str:
         loaded = [each for each in self._models if each.account is not None and each is not served]
@@ -116,24 +142,10 @@ class MemoryShares:
         return f"the {mib(self.budget)} that all models may take together{where} (resources.max_memory_mb)"
 
 
-class DeviceMemory:
-    """The machine's or a GPU's memory, and what each model has of it."""
-
-    def __init__(self, config: Config, models: Sequence[ServedModel], device: str) -> None:
-        limits, share = (read_memory_limits(), SHARE) if device == "cpu" else ([gpu_room(device)], GPU_KV_FRACTION)
-        self.device = device
-        self.ledger = MemoryLedger(_choose_budget(config, limits, share))
-        self.shares = MemoryShares(models, self.ledger.budget, device)
-        self.shares.check()
-
-
 def choose_memories(config: Config, models: Sequence[ServedModel]) -> dict[str, DeviceMemory]:
     """By device."""
     devices = dict.fromkeys(served.estimate.device for served in models)
-    return {
-        device: DeviceMemory(config, [served for served in models if served.estimate.device == device], device)
-        for device in devices
-    }
+    return {device: DeviceMemory(config, models, device) for device in devices}
 
 
 def say_what_is_held(memories: Mapping[str, DeviceMemory], before: int) -> None:

@@ -35,9 +35,8 @@ from cllm.loading.text_work import PRELOADED
 from cllm.machine.resident import give_heap_back, resident_bytes
 from cllm.observe.metrics import EngineCollector, MetricsObserver, ModelsCollector
 from cllm.served.entries import ServedModel, State, by_name, check_disk_limits, load_failed, read_entries, unavailable
-from cllm.served.fixed import only_model
 from cllm.served.memory import DeviceMemory, choose_memories, say_what_is_held
-from cllm.served.model_set import ModelSet
+from cllm.served.model_set import ModelSet, only_model
 from cllm.work.owner import for_nobody
 from cllm.work.pool import Workers
 
@@ -258,8 +257,8 @@ class ServedModels(ModelSet):
                     served.account = await self._find_room(served)
                     if served.account is not None:
                         return await self._open(served, served.account)
-                if not served.waiting or time.monotonic() > until or not self._may_have_room(served):
-                    raise ModelUnavailableError(self.memory_of(served).shares.no_room(served))
+                if not served.waiting or time.monotonic() > until or not self.memory_of(served).may_have_room(served):
+                    raise ModelUnavailableError(self.memory_of(served).no_room(served))
                 served.awaits_room = True
                 await asyncio.sleep(ROOM_STEP_S)
         finally:
@@ -273,11 +272,11 @@ class ServedModels(ModelSet):
         if found.device not in self.memories:
             raise ModelError(f"{served.name} would now run on {found.device}, which has no budget; restart the server")
         served.estimate = found
-        self.memory_of(served).shares.choose_context(served)
-        self.memory_of(served).shares.check_one(served)
+        self.memory_of(served).choose_context(served)
+        self.memory_of(served).check_one(served)
 
     async def _open(self, served: ServedModel, account: Account) -> AsyncLLM:
-        most = self.memory_of(served).shares.most_kv(served)
+        most = self.memory_of(served).most_kv(served)
         share = ModelShare(
             kv_bytes=most,
             account=account if account.least else None,
@@ -317,9 +316,9 @@ class ServedModels(ModelSet):
         """Its account, with its weights counted. Unloads other models if need be, the least recently used first; None
         if all of them are in use."""
         memory = self.memory_of(served)
-        ledger, fixed, least = memory.ledger, memory.shares.fixed(served), memory.shares.least(served)
+        ledger, fixed, least = memory.ledger, memory.fixed(served), memory.least(served)
         while not ledger.fits(fixed + least):
-            victim = self._least_recently_used(memory)
+            victim = memory.least_recently_used()
             if victim is None:
                 return None
             log.info("unloading %s to make room for %s", victim.name, served.name)
@@ -329,26 +328,12 @@ class ServedModels(ModelSet):
         try:
             while not ledger.claim(account):
                 if time.monotonic() > until or self._stopping:
-                    raise ModelUnavailableError(memory.shares.no_room(served))
+                    raise ModelUnavailableError(memory.no_room(served))
                 await asyncio.sleep(CLAIM_STEP_S)
         except BaseException:
             account.close()
             raise
         return account
-
-    def _least_recently_used(self, memory: DeviceMemory) -> ServedModel | None:
-        idle = [served for served in self._evictable(memory) if not (served.is_wanted or served.changing)]
-        return min(idle, key=lambda served: served.last_used, default=None)
-
-    def _may_have_room(self, served: ServedModel) -> bool:
-        """Whether it fits once all models are unloaded that may be."""
-        memory = self.memory_of(served)
-        freed = sum(each.account.needed for each in self._evictable(memory) if each.account is not None)
-        return memory.ledger.fits(memory.shares.fixed(served) + memory.shares.least(served) - freed)
-
-    def _evictable(self, memory: DeviceMemory) -> list[ServedModel]:
-        loaded = [served for served in self.models if served.account is not None and self.memory_of(served) is memory]
-        return [served for served in loaded if not served.entry.pinned]
 
     async def _unload_idle(self) -> None:
         """Unload models that have been idle for as long as configured, and those whose engine has failed."""

@@ -116,9 +116,7 @@ class ApiError(HTTPException):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(status, message, headers)
-        self.kind = kind
-        self.param = param
-        self.code = code
+        self.problem = Problem(status, kind, message, param, code, headers)
 
 
 class Problem(NamedTuple):
@@ -185,7 +183,7 @@ def problem_of(error: Exception, *, request_id: str, retry_after_s: float = 1.0)
 
 def problem_of_http(error: HTTPException, method: str, path: str) -> Problem:
     if isinstance(error, ApiError):
-        return Problem(error.status_code, error.kind, error.detail, error.param, error.code, error.headers)
+        return error.problem
     message, code = str(error.detail), None
     if error.status_code == 404:
         message, code = f"Unknown endpoint: {path}. GET /docs lists all endpoints.", "not_found"

@@ -128,6 +128,16 @@ def slices(pieces: Iterable[str]) -> Iterator[str]:
         yield "".join(held)
 
 
+def with_more(pieces: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """Each piece, and whether another one follows."""
+    rest = iter(pieces)
+    held = next(rest, "")
+    for piece in rest:
+        yield held, True
+        held = piece
+    yield held, False
+
+
 class SlicedJsonResponse(Response):
     """A JSON body of any size, sent in slices so that other requests' events go out in between."""
 
@@ -136,32 +146,24 @@ class SlicedJsonResponse(Response):
     def __init__(self, pieces: Iterable[str]) -> None:
         super().__init__()
         del self.headers["content-length"]
-        self._slices = map(as_bytes, slices(pieces))
+        self._slices = with_more(slices(pieces))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = next(self._slices)
-        following = next(self._slices, None)
-        headers = self.raw_headers
-        if following is None:
+        text, more = next(self._slices)
+        body, headers = as_bytes(text), self.raw_headers
+        if not more:
             headers = [*headers, (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
-        if following is None:
-            await send({"type": "http.response.body", "body": body})
-            return
+        await send({"type": _START, "status": self.status_code, "headers": headers})
+        await send({"type": _BODY, "body": body, "more_body": more})
+        if more:
+            with suppress(ClientGoneError):
+                await unless_gone(receive, self._send_rest(send))
 
-        async def write() -> None:
-            nonlocal body, following
-            turns = Turns()
-            while following is not None:
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-                await turns.give()
-                body, following = following, next(self._slices, None)
-            await send({"type": "http.response.body", "body": body})
-
-        try:
-            await unless_gone(receive, write())
-        except ClientGoneError:
-            return
+    async def _send_rest(self, send: Send) -> None:
+        turns = Turns()
+        for text, more in self._slices:
+            await turns.give()
+            await send({"type": _BODY, "body": as_bytes(text), "more_body": more})
 
 
 # -- server-sent events ----------------------------------------------------------------------------------------------
@@ -340,10 +342,8 @@ class EventStream(Response):
         self._progress = progress
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
+        with suppress(ClientGoneError):
             await unless_gone(receive, self._stream(scope, send))
-        except ClientGoneError:
-            return
 
     async def _write_batch(self, writer: ResponseWriter, before: str, batch: Sequence[Any]) -> None:
         event = self._events.event

@@ -226,12 +226,9 @@ class OllamaGenerateRequest(OllamaRequest):
     model_config = ConfigDict(json_schema_extra={"example": {"model": "smollm2", "prompt": "Name a river."}})
     unsupported: ClassVar[Unsupported] = {
         **OllamaRequest.unsupported,
-        "images": ([],),
+        **dict.fromkeys(("images", "context"), ([],)),
+        **dict.fromkeys(("width", "height", "steps"), ()),
         "template": ("",),
-        "context": ([],),
-        "width": (),
-        "height": (),
-        "steps": (),
     }
 
     prompt: Text | None = Field(None, description="Empty: only load the model.")

@@ -93,17 +93,10 @@ class EmbeddingRequest(_Asked):
     )
     hints = frozenset({"metadata", "request_id"})
     unsupported: ClassVar[Unsupported] = {
-        "add_special_tokens": (True,),
-        "cache_salt": (),
-        "chat_template": (),
-        "embd_normalize": (2,),
-        "embed_dtype": ("float32",),
-        "endianness": ("native", "little"),
-        "input_type": (),
-        "media_io_kwargs": (),
-        "mm_processor_kwargs": (),
-        "use_activation": (True,),
-    }
+        **dict.fromkeys(("cache_salt", "chat_template", "input_type", "media_io_kwargs", "mm_processor_kwargs"), ()),
+        "add_special_tokens": (True,), "use_activation": (True,), "embd_normalize": (2,),
+        "embed_dtype": ("float32",), "endianness": ("native", "little"),
+    }  # fmt: skip
 
     input: Annotated[_One | Annotated[_Several, Tag("several texts")], Discriminator(_kind), _INPUTS] | None = Field(
         None, description=_INPUT
@@ -187,11 +180,8 @@ class RerankRequest(_Asked):
         }
     )
     unsupported: ClassVar[Unsupported] = {
-        "max_chunks_per_doc": (),
-        "max_tokens_per_doc": (),
-        "rank_fields": (),
-        "raw_scores": (False,),
-        "truncate": (False,),
+        **dict.fromkeys(("max_chunks_per_doc", "max_tokens_per_doc", "rank_fields"), ()),
+        **dict.fromkeys(("raw_scores", "truncate"), (False,)),
     }
 
     query: Text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 
 from fastapi import APIRouter, FastAPI, Request
@@ -62,10 +63,8 @@ class WatchStream(Response):
         self._may_still = still_allowed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
+        with suppress(ClientGoneError):
             await unless_gone(receive, self._stream(send))
-        except ClientGoneError:
-            return
 
     async def _stream(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}

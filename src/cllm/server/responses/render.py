@@ -12,7 +12,7 @@ from starlette.types import Scope
 
 from cllm.dialect.deltas import ChatDelta, Delta
 from cllm.server.errors import Problem
-from cllm.server.http.response import EventStream, ResponseWriter, Turns, as_json, slices, text_pieces
+from cllm.server.http.response import EventStream, ResponseWriter, Turns, as_json, slices, text_pieces, with_more
 from cllm.server.inference.blocks import ContentBlock, ContentBlocks
 from cllm.server.openai.logprobs import ChatLogprobs, TokenForm
 from cllm.server.responses.tools import CalledTool, ToolNames, input_of
@@ -75,16 +75,13 @@ class ResponseForm:
         yield f'{{"type":"{_PARTS[block.kind]}",'
         if block.kind == "text":
             yield '"annotations":[],"logprobs":'
-            yield from self.logprobs(block)
+            yield from self.logprobs(block.logprobs)
             yield ","
         yield '"text":'
         yield from text_pieces(block.text)
         yield "}"
 
-    def logprobs(self, block: ContentBlock) -> Iterator[str]:
-        return self.logprobs_of(block.logprobs)
-
-    def logprobs_of(self, entries: Sequence[TokenLogprob]) -> Iterator[str]:
+    def logprobs(self, entries: Sequence[TokenLogprob]) -> Iterator[str]:
         return self._logprobs.list_pieces(entries)
 
     def item_id(self, block: ContentBlock) -> str:
@@ -231,7 +228,7 @@ class ResponseEvents:
             yield f'"name":{as_json(form.called(block).name)},"{form.argument(block)}":'
         elif block.kind == "text":
             yield '"logprobs":'
-            yield from self._form.logprobs(block)
+            yield from self._form.logprobs(block.logprobs)
             yield ',"text":'
         else:
             yield '"text":'
@@ -252,7 +249,7 @@ class ResponseEvents:
     def _delta_logprobs(self, logprobs: Sequence[TokenLogprob]) -> str:
         if self.blocks.open is None or self.blocks.open.kind != "text":
             return ""
-        return ',"logprobs":' + "".join(self._form.logprobs_of(logprobs))
+        return ',"logprobs":' + "".join(self._form.logprobs(logprobs))
 
     def _head(self, kind: str) -> str:
         return f'event: {kind}\ndata: {{"type":"{kind}","sequence_number":{self._next()}'
@@ -278,13 +275,11 @@ class ResponseStream(EventStream):
 
     async def _finish(self, writer: ResponseWriter) -> None:
         events = self._response_events
-        last, turns = "", Turns()
-        for piece in slices(events.ending(await self._whole(events.blocks))):
-            if last:
-                await writer.write(last, more=True)
+        turns = Turns()
+        for piece, more in with_more(slices(events.ending(await self._whole(events.blocks)))):
+            await writer.write(piece, more=more)
+            if more:
                 await turns.give()
-            last = piece
-        await writer.write(last, more=False)
 
     def _failure(self, problem: Problem, scope: Scope) -> str:
         return self._response_events.failed(problem)

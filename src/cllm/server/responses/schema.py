@@ -270,16 +270,11 @@ class ResponsesRequest(SamplingFields):
         "service_tier",
     })  # fmt: skip
     unsupported: ClassVar[Unsupported] = {
-        "background": (False,),
-        "conversation": (),
-        "context_management": ([],),
-        "moderation": (),
-        "personality": (),
-        "prompt": (),
-        "truncation": ("disabled",),
-        "max_tokens": (),
-        "max_completion_tokens": (),
-    }
+        **dict.fromkeys((
+            "conversation", "moderation", "personality", "prompt", "max_tokens", "max_completion_tokens",
+        ), ()),
+        "background": (False,), "context_management": ([],), "truncation": ("disabled",),
+    }  # fmt: skip
     instead: ClassVar[Mapping[str, str]] = dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens")
 
     model: ModelName | None = Field(None, description="A name from GET /v1/models. Default: the one served.")

@@ -26,22 +26,10 @@ _PLAIN_INPUT = {
     "additionalProperties": False,
 }
 _Hosted = Literal[
-    "web_search",
-    "web_search_2025_08_26",
-    "web_search_preview",
-    "web_search_preview_2025_03_11",
-    "file_search",
-    "image_generation",
-    "code_interpreter",
-    "computer",
-    "computer_use",
-    "computer_use_preview",
-    "mcp",
-    "local_shell",
-    "shell",
-    "apply_patch",
-    "tool_search",
-]
+    "web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11", "file_search",
+    "image_generation", "code_interpreter", "computer", "computer_use", "computer_use_preview", "mcp", "local_shell",
+    "shell", "apply_patch", "tool_search",
+]  # fmt: skip
 HOSTED: tuple[str, ...] = get_args(_Hosted)
 
 
