@@ -27,7 +27,7 @@ from cllm.llm import AsyncLLM
 from cllm.structured.matcher import Grammar
 from cllm.structured.structure import Structure
 from cllm.text.chat_template import PLAIN, PromptOptions
-from cllm.text.token_limit import TokenLimit
+from cllm.text.tokenizer import TokenLimit
 
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
 LIMIT_S = 60.0

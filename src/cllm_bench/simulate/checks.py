@@ -12,7 +12,7 @@ from rich.table import Table
 
 from cllm.config import load_config
 from cllm.loading.parts import load_model
-from cllm.loading.text_work import PRELOADED
+from cllm.loading.text_model import PRELOADED
 from cllm.observe.json_option import check_writable, write_json
 from cllm.work.pool import blocking_workers
 from cllm_bench.pages.extras import check_extra

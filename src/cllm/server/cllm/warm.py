@@ -23,7 +23,7 @@ from cllm.server.schema.replies import ErrorReply, error_responses
 from cllm.server.schema.validation import AtMost, RequestModel, Words, refusal
 from cllm.server.state import ModelState, ServerState, State, is_operator, tenant_of
 from cllm.tasks.warm import pin_mark
-from cllm.work.owner import for_nobody
+from cllm.work.turns import for_nobody
 
 if TYPE_CHECKING:
     from cllm.llm import AsyncLLM
