@@ -31,10 +31,11 @@ from cllm.structured.compiler import Compiler
 from cllm.structured.matcher import Grammar
 from cllm.structured.structure import Structure
 from cllm.structured.vocabulary import Vocabulary
-from cllm.text.chat_template import PLAIN, PromptOptions, VolatilePatterns, encode_composed
+from cllm.text.chat_template import PLAIN, PromptOptions, encode_composed
 from cllm.text.template_facts import TemplateFacts
 from cllm.text.template_source import TemplateSource
 from cllm.text.tokenizer import PIECE, Tokenizer, TokenLimit, encode_prompt, validate_ids
+from cllm.text.volatile import VolatilePatterns
 from cllm.work.executor import SizedExecutor
 from cllm.work.pool import Job, Workers
 from cllm.work.worker import ExceededError, Limits, RefusedError

@@ -18,9 +18,10 @@ from cllm.models.unchanged_file import FileStamp
 from cllm.structured.building import Builder
 from cllm.structured.structure import Structure
 from cllm.structured.vocabulary import Vocabulary
-from cllm.text.chat_template import ChatTemplate, PromptOptions, VolatilePatterns
+from cllm.text.chat_template import ChatTemplate, PromptOptions
 from cllm.text.template_source import TemplateSource
 from cllm.text.tokenizer import Tokenizer, TokenLimit, encode_prompt
+from cllm.text.volatile import VolatilePatterns
 from cllm.work import process
 
 
