@@ -11,14 +11,12 @@ from prometheus_client.registry import Collector
 
 from cllm.config import Config
 from cllm.engine.loop import Engine
-from cllm.engine.observer import Observers
-from cllm.engine.outbox import Deliver
+from cllm.engine.observer import Deliver, Observers
 from cllm.engine.request import FinishReason, Output, Request
 from cllm.engine.row_sampler import RowSampler
-from cllm.engine.stats import EngineSnapshot
+from cllm.engine.stats import EngineSnapshot, EngineView
 from cllm.engine.submission import Submission
 from cllm.engine.time_sharing import TimeShare
-from cllm.engine.views import EngineView
 from cllm.errors import ShuttingDownError
 from cllm.kv.events import Listener
 from cllm.kv.manager import KVManager

@@ -24,8 +24,7 @@ from cllm.executor import Executor, LocalExecutor
 from cllm.generation import Generation, Sink
 from cllm.kv.pins import PinMark, WarmResult
 from cllm.loading.open_model import ModelShare
-from cllm.loading.text_model import TextModel
-from cllm.loading.text_work import PRELOADED
+from cllm.loading.text_model import PRELOADED, TextModel
 from cllm.work.pool import Workers
 
 log = logging.getLogger("cllm")

@@ -13,8 +13,7 @@ from cllm.engine.params import SamplingParams
 from cllm.engine.submission import Submission
 from cllm.errors import InvalidRequestError
 from cllm.llm import AsyncLLM
-from cllm.loading.text_model import TextModel
-from cllm.loading.text_work import PRELOADED
+from cllm.loading.text_model import PRELOADED, TextModel
 from cllm.work.pool import blocking_workers
 
 FAKE: dict[str, Any] = {"backend": {"type": "fake"}}

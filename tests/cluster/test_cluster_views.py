@@ -262,7 +262,7 @@ async def test_the_pages_stream_has_a_line_for_each_replica_and_no_map() -> None
         assert all(line["state"] == "running" and line["node"] == "127.0.0.1" for line in lines)
         assert reader.known["cells"] == 0
         assert reader.known["now"]["kv"]["total"] == sum(
-            llm.local.llm_of(name).snapshot().kv.total for name in llm.local.names
+            llm.local.llm_of(name).executor.snapshot().kv.total for name in llm.local.names
         )
 
 

@@ -280,6 +280,7 @@ LAYERS = [
     {"dialect"},
     {"observe", "drafts", "generation"},
     {"loading"},
+    {"executor"},
     {"llm"},
     {"tasks"},
     {"offline", "served"},

@@ -1,4 +1,5 @@
-"""docs/architecture.md draws the files that a streamed chat request passes: a traced one passes just these."""
+"""docs/architecture.md draws the files that a streamed chat request passes: a traced one passes just these, and of the
+whole package no more than can be read."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from typing import Any
 from starlette.types import Message, Scope
 
 from cllm.config import load_config
+from cllm.executor import LocalExecutor
 from cllm.llm import AsyncLLM
 from cllm.server.app import create_app
 from repository import ROOT
@@ -20,8 +22,10 @@ from repository import ROOT
 SOURCE = ROOT / "src" / "cllm"
 SECTION = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("\n## The life of a request\n")[1]
 DRAWING = SECTION.split("```")[1]
-CONNECTION = {f"server/http/{name}.py" for name in ("connection", "connections", "cycle", "head", "parser")}
+CONNECTION = {f"server/http/{name}.py" for name in ("connection", "connections", "cycle", "parser")}
 """Below ASGI, where this test begins."""
+MOST_FILES = 80
+"""Files of the package that run for a request, on the event loop and on the engine's thread."""
 BEGUN = 3
 """Writes after which there are only tokens, and the end."""
 
@@ -46,6 +50,12 @@ class Trace:
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and (path := frame.f_code.co_filename).startswith(str(SOURCE)):
             self.files.add(path.removeprefix(f"{SOURCE}/"))
+
+
+async def profile_engine(llm: AsyncLLM, trace: Trace | None) -> None:
+    """From now on, or no longer."""
+    assert isinstance(llm.executor, LocalExecutor) and llm.executor.engine is not None
+    await asyncio.wrap_future(llm.executor.engine.call(lambda: sys.setprofile(trace)))
 
 
 async def stream_chat(app: Callable[..., Any], on_body: Callable[[int], None]) -> None:
@@ -76,7 +86,7 @@ async def test_a_chat_request_passes_the_files_that_are_drawn() -> None:
     slow = {"backend.type": "fake", "backend.fake.latency_ms": 5}  # tokens still come when tracing begins
     config = load_config(overrides={"model.name": "tiny", "server.page": False} | slow).config
     llm = AsyncLLM(config)
-    whole, tokens = Trace(), Trace()
+    whole, tokens, computed = Trace(), Trace(), Trace()
 
     def on_body(number: int) -> None:
         if number == BEGUN:
@@ -85,11 +95,13 @@ async def test_a_chat_request_passes_the_files_that_are_drawn() -> None:
     async with llm:
         app = create_app(llm, config)
         await stream_chat(app, lambda _: None)  # what is done once is done
+        await profile_engine(llm, computed)
         sys.setprofile(whole)
         try:
             await stream_chat(app, on_body)
         finally:
             sys.setprofile(None)
+        await profile_engine(llm, None)
     passed = {file for file in whole.files | tokens.files if file.startswith("server/")} | CONNECTION
     assert passed == {file for file in drawn(DRAWING) if file.startswith("server/")}
     assert f"code of {len(passed)} files of `server/`" in SECTION
@@ -97,3 +109,5 @@ async def test_a_chat_request_passes_the_files_that_are_drawn() -> None:
     ends = {"server/middleware.py", "served/entries.py"}  # which the end of the response passes
     assert tokens.files - ends == back - CONNECTION
     assert f"that of {len(back)} files on the event loop" in SECTION
+    files = whole.files | tokens.files | computed.files | CONNECTION
+    assert len(files) <= MOST_FILES, f"{len(files)} files: {sorted(files)}"

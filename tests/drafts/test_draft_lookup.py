@@ -9,8 +9,18 @@ from hypothesis import strategies as st
 
 from cllm.drafts.drafter import Drafter
 from cllm.drafts.follower import NEAR_TOKENS, Follower
-from cllm.drafts.ngram_index import LONGEST, NGRAM, Match, NgramIndex
-from cllm.drafts.recent_answers import END, LEAST, MOST_SPACES, SPACE_SHARE, RecentAnswers, Space
+from cllm.drafts.recent_answers import (
+    END,
+    LEAST,
+    LONGEST,
+    MOST_SPACES,
+    NGRAM,
+    SPACE_SHARE,
+    Match,
+    NgramIndex,
+    RecentAnswers,
+    Space,
+)
 from cllm.engine.request import Sequence
 from draft_kit import B, new_sequence
 

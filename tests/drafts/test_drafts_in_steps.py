@@ -17,7 +17,7 @@ from cllm import AsyncLLM, SamplingParams
 from cllm.backends.base import Chunk
 from cllm.backends.fake import FakeBackend
 from cllm.config import load_config
-from cllm.engine.drafting import Drafting
+from cllm.engine.plan import Drafting
 from cllm.engine.request import Request
 from cllm.engine.request import Sequence as Answer
 from cllm.engine.stepper import Stepper

@@ -11,7 +11,7 @@ import pytest
 
 from cllm import LLM, SamplingParams
 from cllm.drafts.drafter import Drafter
-from cllm.engine.drafting import Drafting
+from cllm.engine.plan import Drafting
 from cllm.engine.request import Request
 from cllm.engine.scheduler import Scheduler
 from cllm.generation import Completion

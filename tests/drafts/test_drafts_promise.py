@@ -6,8 +6,7 @@ from typing import Any
 
 from cllm.backends.base import StepResult
 from cllm.backends.fake import FakeBackend
-from cllm.engine.drafting import Drafting
-from cllm.engine.plan import StepPlan
+from cllm.engine.plan import Drafting, StepPlan
 from cllm.engine.stepper import Stepper
 from draft_kit import LONG, oracle
 from engine_kit import make_request, make_scheduler

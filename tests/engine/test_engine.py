@@ -15,8 +15,7 @@ import pytest
 from cllm.backends.base import Chunk
 from cllm.backends.fake import FakeBackend
 from cllm.engine.loop import MAX_FRUITLESS_REBUILDS, REBUILD_ATTEMPTS, Engine
-from cllm.engine.observer import RequestRecord
-from cllm.engine.outbox import ATTEMPTS, Outbox
+from cllm.engine.observer import ATTEMPTS, Outbox, RequestRecord
 from cllm.engine.params import SamplingParams
 from cllm.engine.request import FinishReason, Output
 from cllm.errors import BackendError, OverloadedError, RequestTimeoutError, ShuttingDownError, StepAbortedError

@@ -11,8 +11,8 @@ from cllm.backends.fake import FakeBackend
 from cllm.engine.budget import StepBudget
 from cllm.engine.params import SamplingParams
 from cllm.engine.plan import StepPlan
-from cllm.engine.queue import WaitingQueue
 from cllm.engine.request import FinishReason, Output, RequestState
+from cllm.engine.requests import WaitingQueue
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.stepper import Stepper
 from cllm.errors import BackendError, RequestTimeoutError, StepAbortedError

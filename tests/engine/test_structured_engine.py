@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cllm.backends.fake import END_TOKEN, FakeBackend
-from cllm.engine.constraint import Constraint, Mask
-from cllm.engine.drafting import Drafting
+from cllm.engine.draw import Constraint, Mask
 from cllm.engine.params import SamplingParams
+from cllm.engine.plan import Drafting
 from cllm.engine.request import FinishReason, Output, Request
 from cllm.engine.stepper import Stepper
 from cllm.structured.structure import Structure

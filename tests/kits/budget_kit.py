@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import NamedTuple
 
-from cllm.engine.budget import StepBudget
-from cllm.engine.costs import pairs
+from cllm.engine.budget import StepBudget, pairs
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cllm.backends.fake import END_TOKEN, FakeBackend
-from cllm.engine.drafting import Drafting
 from cllm.engine.params import SamplingParams
+from cllm.engine.plan import Drafting
 from cllm.engine.request import Output, Request, Terms, build_request
 from cllm.engine.request import Sequence as Answer
 from cllm.engine.scheduler import Scheduler

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from cllm.backends.base import Chunk, PromptScores
 from cllm.backends.fake import END_TOKEN, FakeBackend
 from cllm.engine.budget import StepBudget
-from cllm.engine.constraint import Constraint
+from cllm.engine.draw import Constraint
 from cllm.engine.loop import Engine
 from cllm.engine.params import SamplingParams
 from cllm.engine.reading import Embedding, PromptPooling, PromptScoring, Reading

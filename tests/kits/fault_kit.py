@@ -15,9 +15,9 @@ from zlib import crc32
 from cllm.backends.base import Backend
 from cllm.backends.fake import FakeBackend
 from cllm.engine.budget import StepBudget
-from cllm.engine.drafting import Drafter, Drafting
 from cllm.engine.loop import Engine
 from cllm.engine.params import SamplingParams
+from cllm.engine.plan import Drafter, Drafting
 from cllm.engine.request import FinishReason, Request
 from cllm.engine.resuming import Generated
 from cllm.engine.scheduler import Scheduler

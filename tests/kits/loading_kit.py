@@ -17,7 +17,7 @@ from cllm.backends.native.loader import load_engine
 from cllm.config import Config, load_config
 from cllm.errors import CLLMError, ModelError
 from cllm.loading.parts import ModelParts, load_model
-from cllm.loading.text_work import PRELOADED
+from cllm.loading.text_model import PRELOADED
 from cllm.models.gguf import GGUFModel
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.template_source import load_chat_template

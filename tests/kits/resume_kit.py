@@ -8,8 +8,8 @@ from typing import Any
 
 from cllm import AsyncLLM, SamplingParams
 from cllm.backends.fake import FakeBackend
-from cllm.engine.drafting import Drafter, Drafting
 from cllm.engine.observer import RequestRecord
+from cllm.engine.plan import Drafter, Drafting
 from cllm.engine.request import Output, Request
 from cllm.engine.stepper import Stepper
 from cllm.engine.submission import Submission

@@ -21,12 +21,13 @@ from cllm.config import Config
 from cllm.engine.params import SamplingParams
 from cllm.engine.submission import Submission
 from cllm.errors import StepAbortedError
+from cllm.executor import LocalExecutor
 from cllm.generation import Generation
 from cllm.llm import AsyncLLM
 from cllm.structured.matcher import Grammar
 from cllm.structured.structure import Structure
 from cllm.text.chat_template import PLAIN, PromptOptions
-from cllm.text.token_limit import TokenLimit
+from cllm.text.tokenizer import TokenLimit
 
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
 LIMIT_S = 60.0
@@ -226,24 +227,25 @@ class Scripted(AsyncLLM):
         return generation
 
     def _watch_text(self) -> None:
-        """What the model is asked to compile and to encode."""
         text = self.text
-        compile, encode_chat = text.compile, text.encode_chat
+        self._compile, self._encode_chat = text.compile, text.encode_chat
+        text.compile, text.encode_chat = self.compile, self.encode_chat  # type: ignore[method-assign]
 
-        async def compiled(structure: Structure) -> Grammar:
-            self.compiled.append(structure)
-            return await compile(structure)
+    async def compile(self, structure: Structure) -> Grammar:
+        """What its text model compiles."""
+        self.compiled.append(structure)
+        return await self._compile(structure)
 
-        async def encoded(
-            messages: Sequence[Mapping[str, Any]],
-            params: SamplingParams | None = None,
-            options: PromptOptions = PLAIN,
-            limit: TokenLimit | None = None,
-        ) -> list[int]:
-            self.asked.append(([dict(message) for message in messages], options))
-            return await encode_chat(messages, params, options, limit)
-
-        text.compile, text.encode_chat = compiled, encoded  # type: ignore[method-assign]
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        options: PromptOptions = PLAIN,
+        limit: TokenLimit | None = None,
+    ) -> list[int]:
+        """What its text model encodes."""
+        self.asked.append(([dict(message) for message in messages], options))
+        return await self._encode_chat(messages, params, options, limit)
 
     def _on_starved(self) -> None:
         """On the engine's thread."""
@@ -262,7 +264,7 @@ class Scripted(AsyncLLM):
 
 
 def _is_busy(llm: AsyncLLM) -> bool:
-    state = llm.executor.snapshot()
+    state = LocalExecutor.snapshot(cast(LocalExecutor, llm.executor))
     return bool(state.running or state.waiting or state.kv.referenced)
 
 

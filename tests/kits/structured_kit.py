@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cllm.backends.base import Chunk
 from cllm.backends.fake import FakeBackend
 from cllm.config.server import StructuredConfig
-from cllm.engine.constraint import masks_for
+from cllm.engine.draw import masks_for
 from cllm.engine.params import SamplingParams
 from cllm.engine.request import Request
 from cllm.engine.sampling import TokenChooser, choose

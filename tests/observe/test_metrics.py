@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from array import array
+from typing import Any
 
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cllm.config import Config
-from cllm.engine.stats import EngineSnapshot
 from cllm.observe.metrics import EngineCollector, Histogram, MetricsObserver, create_registry
 from http_kit import client_for, config_with
 from metrics_kit import KV, SNAPSHOT, record
@@ -32,8 +32,9 @@ class Engine(ScriptedLLM):
 
     state = SNAPSHOT
 
-    def snapshot(self) -> EngineSnapshot:
-        return self.state
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.executor.snapshot = lambda: self.state  # type: ignore[method-assign]
 
 
 async def scrape(llm: ScriptedLLM) -> Samples:

@@ -119,7 +119,7 @@ async def test_two_busy_models_share_a_budget_that_is_never_passed() -> None:
             await asyncio.gather(*(ask(model, prompt) for prompt in prompts for model in "ab"))
         for each in served.models:
             assert each.account is not None and each.llm is not None
-            assert each.llm.executor.kv()["bytes"]["total"] <= each.account.executor.kv
+            assert each.llm.executor.kv()["bytes"]["total"] <= each.account.kv
 
 
 async def test_who_waits_for_another_models_memory_sleeps_and_is_served_when_it_comes() -> None:

@@ -20,6 +20,7 @@ import event_loop
 from cllm.config import Config
 from cllm.engine.params import ContextWindow
 from cllm.engine.sampling import TokenLogprob
+from cllm.engine.submission import Submission
 from cllm.engine.tenant import ANONYMOUS
 from cllm.errors import BackendError, OverloadedError
 from cllm.generation import Generation
@@ -514,11 +515,11 @@ async def asgi_stream(llm: ScriptedLLM, on_body: Any = None) -> list[Message]:
 
 
 class Prompt(ScriptedLLM):
-    """Has computed all of an answer when `submit` returns."""
+    """Has computed all of an answer when `queue` returns."""
 
-    def submit(self, *arguments: Any, **options: Any) -> Generation:
-        generation = super().submit(*arguments, **options)
-        while not self.snapshot().finished.get("length"):
+    def queue(self, submission: Submission) -> Generation:
+        generation = super().queue(submission)
+        while not self.executor.snapshot().finished.get("length"):
             time.sleep(0.001)
         return generation
 

@@ -320,7 +320,7 @@ class ToldOfTools(ScriptedLLM):
     ) -> list[int]:
         ids = [0] * sum(len(tool["function"]["description"]) for tool in options.tools)
         ids += await super().encode_chat(messages, params, options)
-        (limit or self.prompt_limit(params)).check(ids, "messages")
+        (limit or self.text.prompt_limit(params)).check(ids, "messages")
         return ids
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
 from cllm.engine.params import SamplingParams
-from cllm.engine.views import INTERVAL_S, MOST_SHARE, EngineView, ViewPublisher
+from cllm.engine.stats import INTERVAL_S, MOST_SHARE, EngineView, ViewPublisher
 from cllm.kv.view import KVView, PrefixView, SequenceView
 from cllm.server.page import encode, hub
 from cllm.server.page.files import page_files

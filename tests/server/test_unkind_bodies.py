@@ -18,11 +18,11 @@ from cllm.backends.fake import FakeBackend
 from cllm.config import Config
 from cllm.config.schema import ResourcesConfig
 from cllm.llm import AsyncLLM
-from cllm.loading.text_work import INLINE
+from cllm.loading.text_model import INLINE
 from cllm.server.app import create_app
 from cllm.server.schema.body import INLINE_BYTES, MAX_DEPTH, MAX_PARAMETERS
 from cllm.text.detokenizer import MAX_STOP_CHARACTERS
-from cllm.text.token_limit import PIECE
+from cllm.text.tokenizer import PIECE
 from event_loop import LoopTimes, Reply, post
 from thorough import sampled
 

@@ -22,7 +22,7 @@ from cllm.structured.effort import NotSmallError
 from cllm.structured.grammar_cache import GROWTH_PER_TOKEN, GrammarCache
 from cllm.structured.matcher import Grammar
 from cllm.structured.structure import Structure
-from cllm.work.owner import OWNER, Owner
+from cllm.work.turns import OWNER, Owner
 from cllm.work.worker import ExceededError
 from structured_kit import build, builder, by_schema, make_compiler
 

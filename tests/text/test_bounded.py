@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.errors import InvalidRequestError
-from cllm.text.token_limit import PIECE, SLACK, TokenLimit
-from cllm.text.tokenizer import ByteTokenizer
+from cllm.text.tokenizer import PIECE, SLACK, ByteTokenizer, TokenLimit
 
 LIMIT = TokenLimit(1000, "the context is 1001")
 LONGEST = 20

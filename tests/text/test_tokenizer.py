@@ -15,8 +15,7 @@ from cllm.errors import InvalidRequestError, ModelError
 from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
 from cllm.text import bpe
-from cllm.text.token_limit import SLACK
-from cllm.text.tokenizer import ByteTokenizer, TableTokenizer, Tokenizer, encode_prompt, load_tokenizer
+from cllm.text.tokenizer import SLACK, ByteTokenizer, TableTokenizer, Tokenizer, encode_prompt, load_tokenizer
 from gguf_kit import LLAMA_KEYS, write_gguf
 from thorough import sampled, slow
 from tokenizer_kit import CORPUS, LlamaVocabulary, sentencepiece_keys
@@ -175,7 +174,7 @@ def test_a_megabyte_is_encoded(smollm2: Pair, text: str) -> None:
 
 
 def check_a_cut(tokenizer: Tokenizer, text: str, at: int) -> None:
-    """What refusing a long text from its pieces stands on (text/token_limit.py)."""
+    """What refusing a long text from its pieces stands on (text/tokenizer.py)."""
     whole = len(tokenizer.encode(text, add_bos=False))
     pieces = [len(tokenizer.encode(piece, add_bos=False)) for piece in (text[:at], text[at:])]
     assert sum(pieces) - whole <= tokenizer.longest_token + SLACK

@@ -24,9 +24,9 @@ from cllm.errors import (
     RequestCancelledError,
     ShuttingDownError,
 )
-from cllm.work.owner import OWNER, Owner, while_wanted
 from cllm.work.parents import FIRST
 from cllm.work.pool import Job, Workers, blocking_workers
+from cllm.work.turns import OWNER, Owner, while_wanted
 from cllm.work.worker import MOST_RESULT, ExceededError, Limits, RefusedError
 
 WAIT_S = 60.0

@@ -1,12 +1,12 @@
 """Many machines, one server, on Ray Serve.
 
-    client ──HTTP──► ingress: server/ over RemoteLLM ──Job, by Ray Serve──► replica: AsyncLLM
-                        ▲                                                      │
-                        └──── a link: tokens, cache events, numbers ───────────┘
+    client ──HTTP──► ingress: server/ over RemoteExecutor ──Job, by Ray Serve──► replica: AsyncLLM
+                        ▲                                                           │
+                        └──── a link: tokens, cache events, numbers ────────────────┘
 
 application.py    the application: ingresses and replicas; models.py: of which models; autoscaling.py: how many
-ingress.py        the web application of the single server, over `RemoteLLM`
-remote_llm.py     `AsyncLLM`'s interface, for a model that runs elsewhere; remote_models.py: for several
+ingress.py        the web application of the single server, over `RemoteExecutor`s
+remote.py         the executor of a model that runs elsewhere; remote_models.py: of several
 dispatcher.py     requests on their way through replicas; nothing is lost
 router.py         Ray's request router; routing_view.py: what it goes by
 peers.py          links to replicas; link_server.py: the replicas' side; link.py: what a link is

@@ -17,7 +17,7 @@ from cllm.cluster.remote_models import remote_models
 from cllm.config import Config
 from cllm.llm import AsyncLLM
 from cllm.loading.open_model import ModelShare
-from cllm.loading.text_work import PRELOADED
+from cllm.loading.text_model import PRELOADED
 from cllm.machine.resident import keep_loaded_objects
 from cllm.observe.log import RequestLog, setup_logging
 from cllm.server.app import create_app

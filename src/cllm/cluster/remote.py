@@ -24,12 +24,10 @@ from cllm.cluster.routing_view import RoutingView, share_view
 from cllm.cluster.totals import ReplicaStatus, total_details, total_snapshot
 from cllm.cluster.views import ViewSource, replica_line
 from cllm.config import Config
-from cllm.engine.observer import Observers
-from cllm.engine.outbox import Deliver
+from cllm.engine.observer import Deliver, Observers
 from cllm.engine.request import FinishReason, Request
-from cllm.engine.stats import EngineSnapshot
+from cllm.engine.stats import EngineSnapshot, EngineView
 from cllm.engine.submission import Submission
-from cllm.engine.views import EngineView
 from cllm.errors import CLLMError, ConfigError, ModelUnavailableError, ShuttingDownError
 from cllm.executor import Warm, kv_report
 from cllm.kv.events import Listener

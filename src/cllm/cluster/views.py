@@ -11,7 +11,7 @@ import numpy as np
 
 from cllm.cluster.totals import ReplicaStatus
 from cllm.engine.request import Request
-from cllm.engine.views import INTERVAL_S, LONGEST_S, MOST_REQUESTS, EngineView, view_of
+from cllm.engine.stats import INTERVAL_S, LONGEST_S, MOST_REQUESTS, EngineView, view_of
 from cllm.kv.usage import KVUsage
 from cllm.kv.view import KVView
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import secrets
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from hashlib import blake2b
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from cllm.dialect import formats, history, reasoning
+from cllm.dialect import formats, reasoning
 from cllm.dialect.call_runs import CallRuns
 from cllm.dialect.deltas import ToolCallDelta
 from cllm.dialect.formats import ToolFormat
@@ -24,6 +27,95 @@ from cllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from cllm.config.schema import ChatConfig
+
+ALPHABET = string.ascii_letters + string.digits
+MISTRAL_ID = 9
+"""Length of the ids that Mistral's templates require."""
+
+
+def is_of_tools(message: Mapping[str, Any]) -> bool:
+    """Invalid messages are reported elsewhere."""
+    return isinstance(message, Mapping) and (message.get("role") == "tool" or bool(message.get("tool_calls")))
+
+
+def with_names(messages: list[Message]) -> list[Message]:
+    """Tool results with the names of their tools, which some templates need."""
+    calls = (call for message in messages for call in message.get("tool_calls", ()))
+    names = {call["id"]: call["function"]["name"] for call in calls if "id" in call}
+    return [
+        {**message, "name": names[message["tool_call_id"]]}
+        if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names
+        else message
+        for message in messages
+    ]
+
+
+def with_short_ids(messages: list[Message]) -> list[Message]:
+    """Ids as Mistral's templates require them."""
+    prepared = []
+    for message in messages:
+        if "tool_call_id" in message:
+            message = {**message, "tool_call_id": _nine(message["tool_call_id"])}
+        if "tool_calls" in message:
+            calls = [{**call, "id": _nine(call.get("id", ""))} for call in message["tool_calls"]]
+            message = {**message, "tool_calls": calls}
+        prepared.append(message)
+    return prepared
+
+
+def one_by_one(messages: list[Message]) -> list[Message]:
+    """Several calls of one message as several messages, each followed by its result, for templates that take no more
+    than one call per message."""
+    split: list[Message] = []
+    waiting: list[Message] = []
+    """Calls whose turn has not come."""
+    for message in messages:
+        if message["role"] == "tool":
+            ids = (each["tool_calls"][0].get("id") for each in waiting)
+            place = next((place for place, each in enumerate(ids) if each == message.get("tool_call_id")), None)
+            split += [message] if place is None else [waiting.pop(place), message]
+            continue
+        split += waiting
+        first, *others = message.get("tool_calls", [None])
+        waiting = [{"role": "assistant", "content": "", "tool_calls": [call]} for call in others]
+        if others:
+            waiting.insert(0, {**message, "tool_calls": [first]})
+        else:
+            split.append(message)
+    return split + waiting
+
+
+def flatten(messages: list[Message], form: ToolFormat) -> list[Message]:
+    """Calls and results as assistant and user text, for templates without tools."""
+    flat: list[Message] = []
+    for are_results, group in groupby(messages, lambda message: message["role"] == "tool"):
+        if are_results:
+            flat.append({"role": "user", "content": "\n\n".join(map(_result, group))})
+        else:
+            flat += [_without_calls(message, form) for message in group]
+    return flat
+
+
+def _result(message: Message) -> str:
+    name = f" of {message['name']}" if "name" in message else ""
+    return f"Result{name}:\n{message['content']}"
+
+
+def _without_calls(message: Message, form: ToolFormat) -> Message:
+    if "tool_calls" not in message:
+        return message
+    written = form.write([call["function"] for call in message["tool_calls"]])
+    kept = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**kept, "content": "\n".join(filter(None, (message["content"], written)))}
+
+
+def _nine(call_id: str) -> str:
+    """An id as Mistral's templates require it: unchanged, or derived."""
+    if len(call_id) == MISTRAL_ID and call_id.isascii() and call_id.isalnum():
+        return call_id
+    number = int.from_bytes(blake2b(call_id.encode(), digest_size=8).digest(), "big")
+    return "".join(ALPHABET[number // len(ALPHABET) ** place % len(ALPHABET)] for place in range(MISTRAL_ID))
+
 
 _TAIL = 16
 """Tokens at the end of a prompt that may open the reasoning."""
@@ -62,18 +154,18 @@ class Dialect:
         self, messages: Sequence[Mapping[str, Any]], options: PromptOptions
     ) -> tuple[Sequence[Mapping[str, Any]], PromptOptions]:
         """Messages and options as the template takes them."""
-        if not options.tools and not any(history.is_of_tools(message) for message in messages):
+        if not options.tools and not any(is_of_tools(message) for message in messages):
             return messages, options
-        read = history.with_names(read_messages(messages))
+        read = with_names(read_messages(messages))
         if self._native:
-            return self._for_template(read) if self._writes_calls else history.flatten(read, self.format), options
-        flat = history.flatten(read, self.format)
+            return self._for_template(read) if self._writes_calls else flatten(read, self.format), options
+        flat = flatten(read, self.format)
         return self._describe(flat, options.tools) if options.tools else flat, replace(options, tools=())
 
     def _for_template(self, messages: list[Message]) -> list[Message]:
         if any(len(message.get("tool_calls", ())) > 1 for message in messages) and not self._template.takes_calls:
-            messages = history.one_by_one(messages)
-        return history.with_short_ids(messages) if self.format is formats.MISTRAL else messages
+            messages = one_by_one(messages)
+        return with_short_ids(messages) if self.format is formats.MISTRAL else messages
 
     def _describe(self, messages: list[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
         """Put the tools into the system message, for templates without tools."""
@@ -155,7 +247,7 @@ class Dialect:
 
     def new_id(self) -> str:
         if self.format is formats.MISTRAL:
-            return "".join(secrets.choice(history.ALPHABET) for _ in range(history.MISTRAL_ID))
+            return "".join(secrets.choice(ALPHABET) for _ in range(MISTRAL_ID))
         return f"call_{secrets.token_hex(12)}"
 
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 from array import array
 
 from cllm.drafts.acceptance import Acceptance, MatchKind, bucket_of
-from cllm.drafts.ngram_index import NGRAM, NgramIndex
-from cllm.drafts.recent_answers import END, Space
+from cllm.drafts.recent_answers import END, NGRAM, NgramIndex, Space
 from cllm.engine.request import DraftState
 
 NEAR_TOKENS = 16

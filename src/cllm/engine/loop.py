@@ -17,14 +17,13 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from cllm.backends.base import Backend
-from cllm.engine.outbox import ATTEMPTS, Deliver, Outbox
+from cllm.engine.observer import ATTEMPTS, Deliver, Outbox
 from cllm.engine.plan import StepPlan
 from cllm.engine.request import FinishReason, Output, Request, RequestState
 from cllm.engine.scheduler import Scheduler
-from cllm.engine.stats import EngineSnapshot, take_snapshot
+from cllm.engine.stats import EngineSnapshot, ViewPublisher, take_snapshot
 from cllm.engine.stepper import Stepper
 from cllm.engine.time_sharing import TimeShare
-from cllm.engine.views import ViewPublisher
 from cllm.errors import BackendError, OverloadedError, ShuttingDownError, describe
 
 log = logging.getLogger("cllm.engine")

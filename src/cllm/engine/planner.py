@@ -20,18 +20,42 @@ from collections import Counter
 from enum import Enum
 from operator import attrgetter, itemgetter
 
-from cllm.engine.budget import FEW_ROWS, StepBudget
-from cllm.engine.constraint import Mask, masks_for
-from cllm.engine.drafting import Drafting
+from cllm.engine.budget import FEW_ROWS, StepBudget, StepCosts
+from cllm.engine.draw import Mask, masks_for
 from cllm.engine.faults import MAX_RECOVERIES, Faults
-from cllm.engine.long_prompts import log_long_prompt
-from cllm.engine.plan import StepPlan, row_of
+from cllm.engine.plan import Drafting, StepPlan, row_of
 from cllm.engine.request import FinishReason, Sequence
 from cllm.engine.requests import MemoryDoubt, Requests
 from cllm.errors import BackendError, describe
 from cllm.kv.manager import KVManager
 
 log = logging.getLogger("cllm.engine")
+
+LONG_TOKENS = 2048
+"""To be computed, while the cost of a token is not known."""
+LONG_S = 2.0
+
+
+def log_long_prompt(sequence: Sequence, cached: int, costs: StepCosts) -> None:
+    """To be called when the sequence has been admitted, with the tokens that were cached."""
+    missing, request = sequence.uncomputed, sequence.request
+    seconds = costs.tokens_s(missing, cached) if costs.token_s else None
+    if request.preemptions or (missing < LONG_TOKENS if seconds is None else seconds < LONG_S):
+        return
+    expected = "" if seconds is None else f"; about {seconds:,.0f} s if it is computed alone"
+    fields = {
+        "request_id": request.id,
+        "prompt_tokens": sequence.n_prompt,
+        "cached_tokens": cached,
+        "uncomputed_tokens": missing,
+        "expected_s": None if seconds is None else round(seconds, 1),
+    }
+    log.info(
+        "%s begins a long prompt: %d tokens, %d cached, %d to compute%s",
+        *(request.id, sequence.n_prompt, cached, missing, expected),
+        extra={"fields": fields},
+    )
+
 
 ADMIT_SCAN = 64
 """The most waiting sequences to consider in one step."""

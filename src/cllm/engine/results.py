@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from cllm.backends.base import Chunk, Drawn, Hidden, Logits, PromptScores, StepResult
-from cllm.engine.constraint import masks_for
+from cllm.engine.draw import masks_for
 from cllm.engine.faults import Faults
 from cllm.engine.plan import StepPlan, drafted_in
 from cllm.engine.request import FinishReason, Output, Sequence, token_output

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from cllm.engine import draw
-from cllm.engine.constraint import Mask
-from cllm.engine.draw import Ids, Row
+from cllm.engine.draw import Ids, Mask, Row
 from cllm.errors import ConfigError
 
 

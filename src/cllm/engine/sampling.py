@@ -30,10 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm.backends.base import Bias, Draw, Drawn
-from cllm.engine.constraint import Constraint, Mask, leaves_some
-from cllm.engine.draw import Ids, Row, mix64, uniform
+from cllm.engine.draw import Constraint, Ids, Mask, Penalties, Row, leaves_some, mix64, uniform
 from cllm.engine.params import SamplingParams
-from cllm.engine.penalties import Penalties
 from cllm.engine.row_sampler import DEFAULT_SAMPLER, RowSampler
 from cllm.errors import InvalidRequestError, named
 

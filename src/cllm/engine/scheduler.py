@@ -14,9 +14,8 @@ from collections.abc import Callable
 
 from cllm.backends.base import StepResult
 from cllm.engine.budget import StepBudget
-from cllm.engine.drafting import Drafting
 from cllm.engine.faults import Faults
-from cllm.engine.plan import StepPlan
+from cllm.engine.plan import Drafting, StepPlan
 from cllm.engine.planner import Planner
 from cllm.engine.requests import MemoryDoubt, Requests
 from cllm.engine.results import Results

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cllm.engine.constraint import Grammar
+from cllm.engine.draw import Grammar
 from cllm.engine.params import SamplingParams
 from cllm.engine.resuming import Generated
 from cllm.engine.tenant import ANONYMOUS, Tenant

@@ -10,7 +10,7 @@ from cllm.backends.base import Backend
 from cllm.config import Config
 from cllm.drafts import Drafter
 from cllm.engine.budget import StepBudget
-from cllm.engine.drafting import Drafting
+from cllm.engine.plan import Drafting
 from cllm.engine.row_sampler import RowSampler, fastest_sampler
 from cllm.engine.scheduler import Scheduler
 from cllm.kv.manager import KVManager

@@ -20,8 +20,7 @@ from cllm.structured.structure import Structure
 from cllm.structured.vocabulary import Vocabulary
 from cllm.text.chat_template import ChatTemplate, PromptOptions
 from cllm.text.template_source import TemplateSource
-from cllm.text.token_limit import TokenLimit
-from cllm.text.tokenizer import Tokenizer, encode_prompt
+from cllm.text.tokenizer import Tokenizer, TokenLimit, encode_prompt
 from cllm.text.volatile import VolatilePatterns
 from cllm.work import process
 

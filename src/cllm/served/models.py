@@ -31,14 +31,14 @@ from cllm.llm import AsyncLLM
 from cllm.loading.disk_cache import DiskStores
 from cllm.loading.estimate import estimate
 from cllm.loading.open_model import ModelShare
-from cllm.loading.text_work import PRELOADED
+from cllm.loading.text_model import PRELOADED
 from cllm.machine.resident import give_heap_back, resident_bytes
 from cllm.observe.metrics import EngineCollector, MetricsObserver, ModelsCollector
 from cllm.served.entries import ServedModel, State, by_name, check_disk_limits, load_failed, read_entries, unavailable
 from cllm.served.memory import DeviceMemory, choose_memories, say_what_is_held
 from cllm.served.model_set import ModelSet, only_model
-from cllm.work.owner import for_nobody
 from cllm.work.pool import Workers
+from cllm.work.turns import for_nobody
 
 log = logging.getLogger("cllm")
 

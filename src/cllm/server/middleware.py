@@ -14,7 +14,7 @@ from cllm.engine.tenant import ANONYMOUS, Tenant
 from cllm.server.auth.tenants import Caller, Tenants
 from cllm.server.errors import ApiError, is_anthropics, note_refusal, problem_of, problem_of_http
 from cllm.server.http.cycle import WHEN_GONE
-from cllm.work.owner import OWNER, Owner
+from cllm.work.turns import OWNER, Owner
 
 if TYPE_CHECKING:
     from cllm.observe.tracing import Tracing

@@ -19,7 +19,7 @@ from cllm.server.responses.store import ResponseStore
 from cllm.server.schema.body import body_executor
 from cllm.tasks.warm import restore_pins, warm_up
 from cllm.work.executor import SizedExecutor
-from cllm.work.owner import for_nobody
+from cllm.work.turns import for_nobody
 
 if TYPE_CHECKING:
     from cllm.config import Config

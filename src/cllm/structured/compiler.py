@@ -32,8 +32,7 @@ from cllm.structured.grammar_cache import GrammarCache
 from cllm.structured.matcher import Grammar
 from cllm.structured.structure import Structure, StructureKind
 from cllm.structured.vocabulary import Vocabulary
-from cllm.work.owner import OWNER, Owner, while_wanted
-from cllm.work.turns import Turns
+from cllm.work.turns import OWNER, Owner, Turns, while_wanted
 from cllm.work.worker import ExceededError, Limits, RefusedError
 
 THREADS = 4

@@ -27,8 +27,7 @@ from cllm.text.template_facts import EXAMPLE_ARGUMENTS, EXAMPLE_TOOL, TemplateFa
 from cllm.text.template_variables import TemplateVariables
 
 if TYPE_CHECKING:
-    from cllm.text.token_limit import TokenLimit
-    from cllm.text.tokenizer import Tokenizer
+    from cllm.text.tokenizer import Tokenizer, TokenLimit
 
 _OURS = frozenset({
     "messages", "tools", "bos_token", "eos_token", "add_generation_prompt", "continue_final_message",

@@ -3,8 +3,7 @@
 process.py   what runs in them: parents, which only fork, and workers
 parents.py   starts a parent, and has it fork
 worker.py    one worker, from the server's side
-turns.py     whose job is next: fair between keys
-owner.py     the request, and the key, that a job belongs to
+turns.py     the request, and the key, that a job belongs to, and whose job is next: fair between keys
 pool.py      `Workers`: runs jobs
 
 Nothing is imported here, because worker processes would import it, too.

@@ -17,9 +17,8 @@ from typing import Any
 
 from cllm.config.server import WorkConfig
 from cllm.errors import InvalidRequestError, ModelUnavailableError, OverloadedError, ShuttingDownError
-from cllm.work.owner import OWNER, Owner, for_nobody, while_wanted
 from cllm.work.parents import FIRST, Parent, Recipe
-from cllm.work.turns import Turns
+from cllm.work.turns import OWNER, Owner, Turns, for_nobody, while_wanted
 from cllm.work.worker import ExceededError, Limits, NotStartedError, RefusedError, Worker
 
 log = logging.getLogger("cllm")

@@ -22,7 +22,7 @@ from cllm.engine.submission import Submission
 from cllm.errors import BackendError, CLLMError
 from cllm.kv.ops import BlockOps, Geometry, SlotOps
 from cllm.loading.parts import load_model
-from cllm.loading.text_work import PRELOADED
+from cllm.loading.text_model import PRELOADED
 from cllm.observe.json_option import check_writable
 from cllm.work.pool import blocking_workers
 from cllm_bench.pages.extras import check_extra

@@ -22,7 +22,7 @@ from cllm.llm import AsyncLLM
 from cllm.tasks.chat import prepare_chat
 from cllm.text.chat_template import PromptOptions
 from cllm.text.messages import read_messages
-from cllm.text.token_limit import CONTEXT_LENGTH_EXCEEDED
+from cllm.text.tokenizer import CONTEXT_LENGTH_EXCEEDED
 
 Message = dict[str, Any]
 

@@ -30,7 +30,8 @@ async def run_benchmark(
 
     async def client() -> None:
         for number in numbers:
-            rows[number] = await _measure(llm, prompt, params, f"{run_id}-{number}", tenant)
+            asked = Submission(prompt, params, f"{run_id}-{number}", tenant=tenant)
+            rows[number] = await _measure(llm, asked)
 
     started = perf_counter()
     clients = [asyncio.ensure_future(client()) for _ in range(request.concurrency)]
@@ -43,14 +44,12 @@ async def run_benchmark(
     return _summary(request, [rows[number] for number in sorted(rows)], perf_counter() - started)
 
 
-async def _measure(
-    llm: AsyncLLM, prompt: Sequence[int], params: SamplingParams, request_id: str, tenant: Tenant
-) -> BenchmarkRow:
+async def _measure(llm: AsyncLLM, submission: Submission) -> BenchmarkRow:
     """One request. Errors that would fail every request end the benchmark; others are part of the result."""
     started = perf_counter()
     first: float | None = None
     error: str | None = None
-    completions = CompletionStream(llm, [Submission(prompt, params, request_id, tenant=tenant)])
+    completions = CompletionStream(llm, [submission])
     try:
         async with completions:
             async for _ in completions:
@@ -60,7 +59,7 @@ async def _measure(
     except CLLMError as failure:
         error = str(failure)
     return BenchmarkRow(
-        id=request_id,
+        id=submission.request_id,
         latency=perf_counter() - started,
         ttft=None if first is None else first - started,
         generated_tokens=completions.completion_tokens,

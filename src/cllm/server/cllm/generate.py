@@ -36,13 +36,13 @@ from cllm.server.http.response import (
     list_pieces,
     unless_gone,
 )
-from cllm.server.inference.pins import pins_of
+from cllm.server.inference.limits import pins_of
 from cllm.server.inference.streams import CompletionStream, collect, sent_by
 from cllm.server.schema.body import JsonBody
 from cllm.server.schema.replies import error_responses, event_stream
 from cllm.server.schema.structure import compiled
 from cllm.server.state import ServerState, State, tenant_of
-from cllm.text.token_limit import TokenLimit
+from cllm.text.tokenizer import TokenLimit
 
 if TYPE_CHECKING:
     from cllm.dialect.deltas import Delta

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
-from cllm.engine.views import view_of
+from cllm.engine.stats import view_of
 from cllm.server.errors import ApiError
 from cllm.server.schema.replies import ErrorReply, error_responses
 from cllm.server.state import ServerState, State, is_operator, tenant_of

@@ -27,7 +27,7 @@ from cllm.server.schema.replies import ErrorReply, error_responses
 from cllm.server.schema.tools import Tools
 from cllm.server.schema.validation import AtMost, ModelName, RequestModel, Text, TokenIds, Unsupported, refusal
 from cllm.server.state import ModelState, ServerState, State
-from cllm.text.token_limit import TokenLimit
+from cllm.text.tokenizer import TokenLimit
 
 if TYPE_CHECKING:
     from cllm.text.tokenizer import Tokenizer

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from cllm.dialect.tools import Tool
-from cllm.server.inference.limits import check_count, check_logprobs, check_params
-from cllm.server.inference.pins import pins_of_chat
+from cllm.server.inference.limits import check_count, check_logprobs, check_params, pins_of_chat
 from cllm.server.inference.streams import ChatStream, CompletionStream, Head, sent_by
 from cllm.server.inference.truncation import Truncation
 from cllm.server.schema.messages import CacheControl, Mark
@@ -17,7 +16,7 @@ from cllm.server.schema.tools import NamedTool, ToolChoice
 from cllm.structured.structure import Structure
 from cllm.tasks.chat import AnswerRules, prepare_answers
 from cllm.text.chat_template import PromptOptions
-from cllm.text.token_limit import TokenLimit
+from cllm.text.tokenizer import TokenLimit
 
 if TYPE_CHECKING:
     from fastapi import Request

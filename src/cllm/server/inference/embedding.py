@@ -11,7 +11,7 @@ from cllm.loading.embedder import EMBEDDING
 from cllm.server.http.response import Turns
 from cllm.server.inference.streams import sent_by
 from cllm.tasks.embedding import EmbeddingJob
-from cllm.text.token_limit import TokenLimit
+from cllm.text.tokenizer import TokenLimit
 
 if TYPE_CHECKING:
     from fastapi import Request

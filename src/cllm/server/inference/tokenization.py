@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from cllm.errors import InvalidRequestError
 from cllm.loading.embedder import EMBEDDING
+from cllm.loading.text_model import IN_THREAD
 from cllm.loading.text_tools import WHOLE_PROMPT, Encoding
-from cllm.loading.text_work import IN_THREAD
 from cllm.server.inference.truncation import Truncation
 from cllm.text.chat_template import PLAIN, PromptOptions
-from cllm.text.token_limit import CONTEXT_LENGTH_EXCEEDED, PIECE, TokenLimit
+from cllm.text.tokenizer import CONTEXT_LENGTH_EXCEEDED, PIECE, TokenLimit
 
 if TYPE_CHECKING:
     from cllm.engine.params import SamplingParams

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from cllm.errors import InvalidRequestError
-from cllm.text.token_limit import TokenLimit
+from cllm.text.tokenizer import TokenLimit
 
 if TYPE_CHECKING:
     from cllm.config import Config

@@ -16,8 +16,7 @@ from cllm.generation import Completion
 from cllm.server.anthropic.replies import AnthropicModel, AnthropicModels
 from cllm.server.http.response import DeltaSource, EventStream, SlicedEventStream, SlicedJsonResponse, unless_gone
 from cllm.server.inference.chat import ChatInput, open_chat
-from cllm.server.inference.limits import check_count, check_logprobs
-from cllm.server.inference.pins import pins_of
+from cllm.server.inference.limits import check_count, check_logprobs, pins_of
 from cllm.server.inference.streams import BATCH, CompletionStream, Head, collect, sent_by
 from cllm.server.inference.tokenization import each_prompt
 from cllm.server.openai.logprobs import PromptReport, TokenForm

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.engine.views import EngineView, RequestView
+from cllm.engine.stats import EngineView, RequestView
 from cllm.kv.view import FREE, KVView, PrefixView
 from cllm.server.page.cache_events import short_name
 

@@ -26,7 +26,7 @@ from cllm.server.page.encode import Frame, Source, TextOf, change, frame_of, who
 
 if TYPE_CHECKING:
     from cllm.config import Config
-    from cllm.engine.views import EngineView
+    from cllm.engine.stats import EngineView
     from cllm.kv.events import Listener
     from cllm.llm import AsyncLLM
 
