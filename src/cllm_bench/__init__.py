@@ -9,7 +9,7 @@ simulate/      `cllm simulate`: the real scheduler and cache on a cost model
 drafts/        texts that repeat themselves, and some that do not
 random_model.py  GGUF files of real shapes with random weights (random_blocks.py)
 quality/       how far an engine's predictions are from those of another
-client.py      a light streaming client: asks, and writes down when text arrived (http.py, sse.py, load.py)
+client.py      a light streaming client: asks, and writes down when text arrived (http.py, load.py)
 servers.py     starts and stops what is measured, one at a time
 watch.py       CPU, memory and cache of a server, sampled beside the load
 measures.py    from answers and samples to the figures that every work has (stats.py)

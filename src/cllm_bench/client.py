@@ -10,9 +10,8 @@ from types import TracebackType
 from typing import Any
 
 from cllm_bench.errors import BenchError
-from cllm_bench.http import Address, HttpError
+from cllm_bench.http import Address, EventReader, HttpError
 from cllm_bench.response import TimedResponse
-from cllm_bench.sse import EventReader
 
 Message = Mapping[str, str]
 OnText = Callable[[int], None]

@@ -172,3 +172,16 @@ class Address:
         pieces: list[bytes] = []
         status = await self.ask("GET", path, on_body=lambda piece, _: pieces.append(piece), limit_s=limit_s)
         return status, b"".join(pieces)
+
+
+class EventReader:
+    """Turns raw bytes of server-sent events, cut anywhere, into the payloads of complete `data:` lines. The servers here
+    send one line per event; comments and other fields are left out."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        lines = (self._rest + data).split(b"\n")
+        self._rest = lines.pop()
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]

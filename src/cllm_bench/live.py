@@ -51,8 +51,7 @@ def figures(answers: Sequence[TimedResponse], samples: Sequence[Sample]) -> list
     ended = sum(answer.finished is not None for answer in answers)
     failed = sum(answer.error is not None for answer in answers)
     lines = [f"{ended} answers, {len(answers) - ended} running, {failed} failed"]
-    recent = [answer.ttft for answer in answers[-_RECENT:] if answer.arrivals]
-    if recent:
+    if recent := [answer.ttft for answer in answers[-_RECENT:] if answer.arrivals]:
         lines.append(f"first token P50 {percentile(recent, 50) * 1e3:,.0f}, P95 {percentile(recent, 95) * 1e3:,.0f} ms")
     last = samples[-1] if samples else None
     if last is not None and last.resident_mb is not None:

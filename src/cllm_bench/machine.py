@@ -17,14 +17,14 @@ _PACKAGES = ("cllm", "llama-cpp-python", "xllamacpp", "openvino-genai", "numpy",
 
 def describe_machine() -> dict[str, Any]:
     """What of it this process may use: in a container, not the host's numbers."""
-    cpus, rooms = read_cpus(), read_memory_limits()
+    cpus, rooms, features = read_cpus(), read_memory_limits(), cpu_features()
     return {
         "cpu": cpu_info("model name") or platform.processor() or platform.machine(),
         "physical_cores": min(cpus.cores, cpus.usable),
         "logical_cores": cpus.usable,
         "cpu_limit": cpus.limit(),
         "default_threads": default_threads(cpus).count,
-        "cpu_features": _cpu_features(),
+        "cpu_features": [feature for feature in _FEATURES if feature in features],
         "memory_bytes": total_memory(rooms),
         "memory_available_bytes": tightest(rooms).free,
         "memory_limit": tightest(rooms).name,
@@ -37,11 +37,6 @@ def describe_machine() -> dict[str, Any]:
 def busy_percent(seconds: float = 0.3) -> float:
     """How busy all cores together were over the next `seconds`: near 0 if nothing else runs and no server spins."""
     return psutil.cpu_percent(interval=seconds)
-
-
-def _cpu_features() -> list[str]:
-    found = cpu_features()
-    return [feature for feature in _FEATURES if feature in found]
 
 
 def _versions() -> dict[str, str]:

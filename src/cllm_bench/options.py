@@ -20,12 +20,7 @@ InstructionSet = Annotated[
 ]
 ReportDir = Annotated[
     Path | None,
-    typer.Option(
-        "--report",
-        metavar="DIR",
-        callback=check_report,
-        help="Write a page with plots into this directory.",
-    ),
+    typer.Option("--report", metavar="DIR", callback=check_report, help="Write a page with plots into this directory."),
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, one pass: a smoke test, not for figures.")]
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from bench_kit import Events, TinyServer, make_answer, plain_answer, serving
 from cllm_bench.client import Client, ServerGoneError
 from cllm_bench.errors import BenchError
-from cllm_bench.http import Address, HttpError, ResponseReader
-from cllm_bench.sse import EventReader
+from cllm_bench.http import Address, EventReader, HttpError, ResponseReader
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from cllm.backends.base import Chunk
@@ -53,7 +55,7 @@ class LlamaEngine:
     def __init__(self, *, model: str, threads: int) -> None:
         self._library = load_library()
         self._model = load_model(self._library, Path(model), mmap=True, mlock=False)
-        self._n_vocab = read_spec(self._library.api, self._model).n_vocab
+        self.n_vocab = read_spec(self._library.api, self._model).n_vocab
         self._threads = threads
         self._contexts: dict[tuple[Work, bool], tuple[Context, SequenceStreams]] = {}
 
@@ -63,7 +65,22 @@ class LlamaEngine:
     def speed(self, work: Mapping[str, Any], variant: Mapping[str, Any]) -> dict[str, float]:
         todo = Work(**work)
         streams = self._streams_for(todo, **variant)
-        return {"tokens_per_s": tokens_per_s(streams, todo, self._n_vocab)}
+        return {"tokens_per_s": tokens_per_s(streams, todo, self.n_vocab)}
+
+    async def answer(self, prompt: Tokens[int], count: int) -> float:
+        """What a token of a greedy answer takes, in ms. A context of its own, which is kept."""
+        work = Work("answer", "one answer", streams=1, context=len(prompt) + count)
+        if (work, True) not in self._contexts:
+            context = self._open(-(-work.context // PADDING) * PADDING, 1, flash=True)
+            self._contexts[work, True] = context, SequenceStreams(context, 1)
+        context, streams = self._contexts[work, True]
+        streams.rewind(0)
+        times, tokens = list[float](), prompt
+        for position in (0, *range(len(prompt), len(prompt) + count - 1)):
+            logits = context.decode([Chunk(tokens, position, 1, 0)])
+            tokens = array("i", [int(logits[0].argmax())])
+            times.append(perf_counter())
+        return token_ms(times)
 
     def forget(self) -> dict[str, Any]:
         """Close all contexts; the next work makes new ones."""
@@ -80,7 +97,7 @@ class LlamaEngine:
             context = self._open(sequences * room, sequences, flash=flash)
             streams = SequenceStreams(context, work.streams)
             if work.steps:
-                fill(streams, work, self._n_vocab)
+                fill(streams, work, self.n_vocab)
             self._contexts[key] = (context, streams)
         return self._contexts[key][1]
 
@@ -94,4 +111,9 @@ class LlamaEngine:
         params.offload_kqv = params.op_offload = False
         params.no_perf = True
         geometry = SlotGeometry(sequences, -(-tokens // sequences))
-        return Context(self._library, self._model, params, geometry, self._n_vocab)
+        return Context(self._library, self._model, params, geometry, self.n_vocab)
+
+
+def token_ms(times: Sequence[float]) -> float:
+    """Between the first token and the last."""
+    return 1e3 * (times[-1] - times[0]) / (len(times) - 1)

@@ -14,6 +14,7 @@ from cllm_bench.workloads.hostile import Hostile
 from cllm_bench.workloads.memory_burst import MemoryBurst
 from cllm_bench.workloads.micro import Micro
 from cllm_bench.workloads.mixed import Mixed
+from cllm_bench.workloads.overhead import Overhead
 from cllm_bench.workloads.prefix import Prefix
 from cllm_bench.workloads.router import Router
 from cllm_bench.workloads.sequential import Sequential
@@ -34,6 +35,7 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "aged": (Aged(),),
     "drafts": (Drafts(),),
     "structured": (Structured(),),
+    "overhead": (Overhead(),),
     "memory-burst": (MemoryBurst(),),
     "micro": (Micro(),),
     "router": (Router(),),
@@ -64,6 +66,7 @@ SHORT: tuple[Workload, ...] = (
     Chat(),
     Stall(),
     Mixed(duration=12.0),
+    Overhead(),
     Micro(),
     Router(),
 )

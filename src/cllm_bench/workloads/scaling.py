@@ -67,7 +67,7 @@ class Scaling(Workload):
         for work in self.works:
             label = work.label.removeprefix("decode, ")
             figures.append(Figure(work.key, label, "tok/s", "higher"))
-            figures.append(Figure(_share(work.key), f"{label}: share", "", "higher", format=".2f", compared=False))
+            figures.append(Figure(f"{work.key}-share", f"{label}: share", "", "higher", format=".2f", compared=False))
         return figures
 
     async def measure(self, setup: Setup, keep: Keep) -> None:
@@ -95,9 +95,9 @@ class Scaling(Workload):
                 # Prompts are held against the multiply-adds that the CPUs can do, one stream against the memory it
                 # reads weights from (its K/V do not count). Several streams share what is read: they have no limit.
                 if not work.steps:
-                    metrics[_share(work.key)] = speed * file_macs_per_token(model) / limits[INT8]
+                    metrics[f"{work.key}-share"] = speed * file_macs_per_token(model) / limits[INT8]
                 elif work.streams == 1:
-                    metrics[_share(work.key)] = speed * file_read_per_token(model) / limits[READ]
+                    metrics[f"{work.key}-share"] = speed * file_read_per_token(model) / limits[READ]
             return Run(_side(threads), repeat, metrics, facts | engine.ready)
 
     def _worst(self, runs: Sequence[Run]) -> str:
@@ -108,10 +108,6 @@ class Scaling(Workload):
 
 def _side(threads: int) -> str:
     return "1 thread" if threads == 1 else f"{threads} threads"
-
-
-def _share(work: str) -> str:
-    return f"{work}-share"
 
 
 def _of_best(runs: Sequence[Run], key: str) -> dict[str, float]:

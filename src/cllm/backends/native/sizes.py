@@ -19,12 +19,6 @@ def packed_bytes(model: GGUFModel) -> int:
     return sum(map(_packed, model.tensors.values()))
 
 
-def read_per_token(model: GGUFModel) -> int:
-    """Bytes of weights read per decoded token: all but an embedding that is not the output head, too."""
-    embedding = model.tensors["token_embd.weight"] if "output.weight" in model.tensors else None
-    return packed_bytes(model) - (_packed(embedding) if embedding is not None else 0)
-
-
 def _packed(info: TensorInfo) -> int:
     if len(info.shape) < 2:
         return 0  # vectors hardly count
