@@ -175,8 +175,8 @@ class Address:
 
 
 class EventReader:
-    """Turns raw bytes of server-sent events, cut anywhere, into the payloads of complete `data:` lines. The servers here
-    send one line per event; comments and other fields are left out."""
+    """Turns raw bytes of server-sent events, cut anywhere, into the payloads of complete `data:` lines. The servers
+    here send one line per event; comments and other fields are left out."""
 
     def __init__(self) -> None:
         self._rest = b""
