@@ -11,7 +11,7 @@ import pytest
 from ray.serve._private.request_router.common import PendingRequest
 
 from cllm.cluster.dispatcher import Dispatcher
-from cllm.cluster.messages import Accepted, Ended, Job, Progress, Refusal, Route
+from cllm.cluster.messages import Accepted, Ended, Refusal, ReplicaJob, ReplicaProgress, Route
 from cllm.cluster.peers import Peer
 from cllm.cluster.router import PrefixRouter
 from cllm.cluster.routing_view import RoutingView, share_view
@@ -35,12 +35,12 @@ class _Link:
 class Replicas:
     """Ray Serve's handle. Each of `script` is what happens to a job: a refusal, or what a replica does with it."""
 
-    def __init__(self, script: list[Refusal | Callable[[Job, Peer], None]], names: str = "ab") -> None:
+    def __init__(self, script: list[Refusal | Callable[[ReplicaJob, Peer], None]], names: str = "ab") -> None:
         self.view = RoutingView(16)
         for name in names:
             self.view.add(name, "weights", tells_cache=True)
         self.outputs: list[Output] = []
-        self.jobs: list[Job] = []
+        self.jobs: list[ReplicaJob] = []
         self.candidates = set(names)
         self.dies_then = False
         self._script = iter(script)
@@ -61,7 +61,7 @@ class Replicas:
     def run(self) -> Any:
         return SimpleNamespace(remote=self._remote)
 
-    def _remote(self, job: Job) -> Any:
+    def _remote(self, job: ReplicaJob) -> Any:
         assert job.route is not None
         chosen = self.view.choose(job.route, self.candidates)
         self.jobs.append(job)
@@ -91,16 +91,16 @@ class Replicas:
 
     # -- what a replica does -----------------------------------------------------------------------------------
 
-    def begins_and_dies(self, job: Job, peer: Peer) -> None:
+    def begins_and_dies(self, job: ReplicaJob, peer: Peer) -> None:
         self.dispatcher.on_accepted(peer, Accepted(job.name))
         self.dispatcher.on_output(peer, Output(job.name, 0, 97, None, None, None, None, 0))
         self.dispatcher.on_lost(peer)
 
-    def begins_and_drains(self, job: Job, peer: Peer) -> None:
+    def begins_and_drains(self, job: ReplicaJob, peer: Peer) -> None:
         peer.draining = True
         self.begins_and_dies(job, peer)
 
-    def is_stopped(self, job: Job, peer: Peer) -> None:
+    def is_stopped(self, job: ReplicaJob, peer: Peer) -> None:
         """By a stop string, which the ingress finds: it cancels the answer, and the replica ends it."""
         self.dispatcher.on_accepted(peer, Accepted(job.name))
         self.dispatcher.on_output(peer, Output(job.name, 0, 97, None, None, None, None, 0))
@@ -110,17 +110,17 @@ class Replicas:
             self.dispatcher.on_ended(peer, Ended(job.name, []))
         self.dispatcher.on_lost(peer)
 
-    def reports_late(self, job: Job, peer: Peer) -> None:
+    def reports_late(self, job: ReplicaJob, peer: Peer) -> None:
         """How far the prompt is, when nobody wants it any more."""
         self.dispatcher.on_accepted(peer, Accepted(job.name))
         self.dispatcher.cancel(job.name.partition("~")[0], None, FinishReason.CANCELLED)
-        self.dispatcher.on_progress(peer, Progress(job.name, 3, 0))
+        self.dispatcher.on_progress(peer, ReplicaProgress(job.name, 3, 0))
         self.outputs.append(Output(job.name.partition("~")[0], 0, None, None, FinishReason.CANCELLED, None, None, 0))
 
-    def fails_at_once(self, job: Job, peer: Peer) -> None:
+    def fails_at_once(self, job: ReplicaJob, peer: Peer) -> None:
         """The call itself does."""
 
-    def finishes(self, job: Job, peer: Peer) -> None:
+    def finishes(self, job: ReplicaJob, peer: Peer) -> None:
         self.dispatcher.on_accepted(peer, Accepted(job.name))
         self.dispatcher.on_output(peer, Output(job.name, 0, 98, None, FinishReason.LENGTH, None, None, 0))
 
@@ -219,7 +219,7 @@ async def test_the_router_lets_others_run(linked: bool) -> None:
         view.add("a", "weights", tells_cache=True)
     router = PrefixRouter.__new__(PrefixRouter)
     router.initialize_state(model="a model")
-    job = Job.__new__(Job)
+    job = ReplicaJob.__new__(ReplicaJob)
     job.route = Route([], 5, weights="weights")
     pending = PendingRequest(args=[job], kwargs={}, metadata=cast(Any, None))
     candidate = cast(Any, SimpleNamespace(replica_id=SimpleNamespace(unique_id="a")))

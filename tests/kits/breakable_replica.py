@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cllm.cluster.link import Link
-from cllm.cluster.messages import Job, Refusal
+from cllm.cluster.messages import Refusal, ReplicaJob
 from cllm.cluster.replica import Replica
 from cllm.engine.resuming import Generated
 from cllm.kv.events import Listener
@@ -53,13 +53,13 @@ class BreakableReplica(Replica):
         self._tells._tell_content = self._content
         self._telling_state = asyncio.create_task(self._tell_state())
 
-    async def run(self, job: Job) -> Refusal | None:
+    async def run(self, job: ReplicaJob) -> Refusal | None:
         self._note(job)
         if POISON.encode() in bytes(token for token in job.submission.prompt if token < 256):
             os.kill(os.getpid(), signal.SIGKILL)
         return await super().run(job)
 
-    def _note(self, job: Job) -> None:
+    def _note(self, job: ReplicaJob) -> None:
         given = _lengths(job.submission.generated)
         entry: dict[str, Any] = {
             "replica": self._name,

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from cllm.cluster.messages import Job, Refusal, Report
+from cllm.cluster.messages import Refusal, ReplicaJob, Report
 from cllm.cluster.remote import RemoteExecutor
 from cllm.cluster.replica_core import ReplicaCore
 from cllm.cluster.routing_view import Address, shared_view
@@ -130,7 +130,7 @@ class LocalReplicas:
     async def _facts(self) -> Any:
         return pickle.loads(pickle.dumps(next(iter(self.members.values())).core.facts))
 
-    async def _run(self, job: Job) -> Refusal | None:
+    async def _run(self, job: ReplicaJob) -> Refusal | None:
         member = await self._choose(job)
         task = asyncio.ensure_future(member.core.run(pickle.loads(pickle.dumps(job))))
         member.jobs.add(task)
@@ -145,7 +145,7 @@ class LocalReplicas:
         answer: Refusal | None = pickle.loads(pickle.dumps(result))
         return answer
 
-    async def _choose(self, job: Job) -> _Replica:
+    async def _choose(self, job: ReplicaJob) -> _Replica:
         """As Serve's router, which asks again while there is no replica."""
         assert job.route is not None
         while True:

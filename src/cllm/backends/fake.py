@@ -40,7 +40,7 @@ _PRINTABLE = [*range(97, 123), 32]
 
 
 @dataclass(slots=True)
-class Faults:
+class InjectedFaults:
     """What goes wrong, set by tests. `before_step` may raise, or corrupt memory, with the step's chunks in hand."""
 
     before_step: Callable[[Sequence[Chunk]], None] | None = None
@@ -63,7 +63,7 @@ class FakeBackend(Backend):
         """It imitates either layout: the memory that it is given decides, `layout` says which to give it."""
         self.traits = replace(self.traits, layout=layout)
         self.spec = ModelSpec("fake", 8, vocab_size, context_length, (LayerSpec(AttentionSpec(1, 1, 2, 2)),))
-        self.faults = Faults()
+        self.faults = InjectedFaults()
         self.latency_s = latency_s
         self.computed_tokens = 0
         self._weights, self._vocab_hash = _hashes(vocab_size, context_length)

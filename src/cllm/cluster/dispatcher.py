@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
-from cllm.cluster.messages import ENDS_ALL, Accepted, Cancel, Ended, Job, Progress, Refusal, Route
+from cllm.cluster.messages import ENDS_ALL, Accepted, Cancel, Ended, Refusal, ReplicaJob, ReplicaProgress, Route
 from cllm.cluster.peers import Peer
 from cllm.cluster.routing_view import RoutingView
 from cllm.engine.observer import Observers, record_of
@@ -59,7 +59,7 @@ class _Running:
         """Done when a replica has accepted it for the first time, or when it has failed before."""
         self.changed = asyncio.Event()
         """Something has happened to the job under way."""
-        self.job: Job | None = None
+        self.job: ReplicaJob | None = None
         """The one under way."""
         self.peer: Peer | None = None
         """The replica that has accepted it."""
@@ -194,7 +194,7 @@ class Dispatcher:
         finally:
             self._jobs.pop(job.name, None)
 
-    def _job(self, running: _Running) -> Job:
+    def _job(self, running: _Running) -> ReplicaJob:
         request, asked = running.request, running.request.submission
         running.peer, running.lost, running.drained = None, False, False
         running.changed.clear()
@@ -216,9 +216,9 @@ class Dispatcher:
             running.tried,
             asked.replica,
         )
-        return Job(self._ingress, submission, route)
+        return ReplicaJob(self._ingress, submission, route)
 
-    async def _follow(self, running: _Running, job: Job) -> None:
+    async def _follow(self, running: _Running, job: ReplicaJob) -> None:
         response = self._replicas.run.remote(job)
         call = asyncio.ensure_future(_result(response))
         changed = asyncio.ensure_future(running.changed.wait())
@@ -362,7 +362,7 @@ class Dispatcher:
         if output.reason is not None and (request.unfinished == 0 or output.reason in ENDS_ALL):
             self._end(running, output.reason, output.error)
 
-    def on_progress(self, peer: Peer, message: Progress) -> None:
+    def on_progress(self, peer: Peer, message: ReplicaProgress) -> None:
         running = self._of(peer, message.job)
         if running is not None and not running.ended and running.request.first_token_at is None:
             first = running.request.sequences[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from cllm.cluster.link import Link
-from cllm.cluster.messages import ENDS_ALL, Ended, Progress, portable
+from cllm.cluster.messages import ENDS_ALL, Ended, ReplicaProgress, portable
 from cllm.engine.request import FinishReason, Output, Request
 
 
@@ -49,7 +49,7 @@ class Forwarder:
         computed = self.request.computed
         if not self.request.generated and computed != self._reported:
             self._reported = computed
-            self.link.send(Progress(self.request.id, computed, self.request.cached_tokens))
+            self.link.send(ReplicaProgress(self.request.id, computed, self.request.cached_tokens))
 
     def _end(self) -> None:
         if not self.done:

@@ -18,7 +18,7 @@ from cllm.cluster.messages import (
     Cancel,
     Greeting,
     Hello,
-    Load,
+    ReplicaLoad,
     Reply,
     Report,
     portable,
@@ -177,7 +177,7 @@ class LinkServer:
         loop = asyncio.get_running_loop()
         report_at = 0.0
         while not link.closed:
-            link.send(Load(self.stats()))
+            link.send(ReplicaLoad(self.stats()))
             for forwarder in self.forwarders.values():
                 if forwarder.link is link:
                     forwarder.tell_progress()

@@ -1,4 +1,4 @@
-"""What ingress and replicas tell each other: `Job`s through Ray Serve, everything else over links."""
+"""What ingress and replicas tell each other: `ReplicaJob`s through Ray Serve, everything else over links."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Route:
 
 
 @dataclass(slots=True)
-class Job:
+class ReplicaJob:
     """A request on its way to a replica. When it is sent again, that is another job, with another name."""
 
     ingress: str
@@ -102,7 +102,7 @@ class Accepted(NamedTuple):
     job: str
 
 
-class Progress(NamedTuple):
+class ReplicaProgress(NamedTuple):
     """How far a job's prompt is, while it is being computed."""
 
     job: str
@@ -128,7 +128,7 @@ class CacheContent(NamedTuple):
     names: Sequence[bytes]
 
 
-class Load(NamedTuple):
+class ReplicaLoad(NamedTuple):
     """Several times a second: also a sign of life."""
 
     stats: ReplicaStats

@@ -51,7 +51,7 @@ def seen_replica(snapshot: EngineSnapshot) -> SeenReplica:
 
 
 @dataclass(frozen=True)
-class Node:
+class ClusterNode:
     host: str
     is_head: bool
     cpus: float
@@ -86,7 +86,7 @@ class Overview:
     state: str
     """Ray Serve's, of the whole."""
     url: str | None
-    nodes: list[Node]
+    nodes: list[ClusterNode]
     deployments: list[DeploymentRow]
 
 
@@ -119,11 +119,11 @@ def _ask_ingress(application: str) -> Seen | None:
     return seen
 
 
-def _nodes() -> list[Node]:
+def _nodes() -> list[ClusterNode]:
     from cllm.cluster.ray_node import nodes
 
     return [
-        Node(
+        ClusterNode(
             node["NodeManagerAddress"],
             "node:__internal_head__" in node["Resources"],
             node["Resources"].get("CPU", 0.0),

@@ -19,8 +19,8 @@ from cllm.cluster.messages import (
     Ended,
     Greeting,
     Hello,
-    Load,
-    Progress,
+    ReplicaLoad,
+    ReplicaProgress,
     Reply,
     Report,
 )
@@ -43,7 +43,7 @@ class JobListener(Protocol):
 
     def on_output(self, peer: Peer, output: Output) -> None: ...
 
-    def on_progress(self, peer: Peer, message: Progress) -> None: ...
+    def on_progress(self, peer: Peer, message: ReplicaProgress) -> None: ...
 
     def on_ended(self, peer: Peer, message: Ended) -> None: ...
 
@@ -215,7 +215,7 @@ class Peers:
                 self._jobs.on_output(peer, message)
             case Accepted():
                 self._jobs.on_accepted(peer, message)
-            case Progress():
+            case ReplicaProgress():
                 self._jobs.on_progress(peer, message)
             case Ended():
                 self._jobs.on_ended(peer, message)
@@ -223,7 +223,7 @@ class Peers:
                 self._view.apply(peer.name, events)
             case CacheContent(number, names):
                 self._view.take_content(peer.name, number, names)
-            case Load(stats):
+            case ReplicaLoad(stats):
                 self._view.report(peer.name, stats)
             case Report():
                 peer.report = message

@@ -12,7 +12,7 @@ from cllm.config import Config, ModelEntry
 from cllm.errors import ModelBusyError, ModelUnavailableError
 from cllm.kv.ledger import AccountStatus
 from cllm.llm import AsyncLLM
-from cllm.loading.estimate import Estimate, Kind
+from cllm.loading.estimate import BackendKind, Estimate
 from cllm.served import FixedModels, ServedModel, only_model
 from cllm.served.entries import by_name
 
@@ -55,7 +55,9 @@ class _NothingShared:
 def _served(entry: ModelEntry, llm: AsyncLLM) -> ServedModel:
     facts, backend = llm.text.facts, llm.text.facts.traits.name
     name = entry.client_name(backend) if backend == "fake" or entry.aliases else facts.name
-    about = Estimate(facts.name, cast("Kind", backend), 0, facts.bytes_per_token, facts.max_context, is_elastic=False)
+    about = Estimate(
+        facts.name, cast("BackendKind", backend), 0, facts.bytes_per_token, facts.max_context, is_elastic=False
+    )
     return ServedModel(
         name,
         tuple(dict.fromkeys((name, *entry.aliases, facts.name, entry.name))),

@@ -8,7 +8,7 @@ import ray
 from ray import serve
 
 from cllm.cluster.autoscaling import KV_USE
-from cllm.cluster.messages import Job, Refusal
+from cllm.cluster.messages import Refusal, ReplicaJob
 from cllm.cluster.replica_core import ReplicaCore
 from cllm.cluster.share import own_share
 from cllm.config import Config
@@ -33,7 +33,7 @@ class Replica:
         keep_loaded_objects()
         self._host: str = ray.util.get_node_ip_address()
 
-    async def run(self, job: Job) -> Refusal | None:
+    async def run(self, job: ReplicaJob) -> Refusal | None:
         """Ends when the job has ended."""
         return await self._core.run(job)
 

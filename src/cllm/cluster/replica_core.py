@@ -10,7 +10,7 @@ from functools import partial
 from cllm.cluster.forwarder import Forwarder
 from cllm.cluster.link import Link
 from cllm.cluster.link_server import LinkServer
-from cllm.cluster.messages import Accepted, Job, Refusal, portable
+from cllm.cluster.messages import Accepted, Refusal, ReplicaJob, portable
 from cllm.engine.submission import Submission
 from cllm.engine.tenant import ANONYMOUS, Tenant
 from cllm.errors import CLLMError, ConfigError, OverloadedError, ShuttingDownError
@@ -72,7 +72,7 @@ class ReplicaCore:
     def facts(self) -> ModelFacts:
         return self._llm.text.facts
 
-    async def run(self, job: Job) -> Refusal | None:
+    async def run(self, job: ReplicaJob) -> Refusal | None:
         """Ends when the job has ended."""
         link = self._links.link_to(job.ingress)
         if link is None:

@@ -25,7 +25,7 @@ _OWN_ERROR = re.compile(r"^cllm\.[\w.]*: (.+)$", re.MULTILINE)
 _ANY_ERROR = re.compile(r"^[\w.]*(?:Error|Exception)(?:\(\w+\))?: (.+)$", re.MULTILINE)
 
 
-class Progress(NamedTuple):
+class RolloutProgress(NamedTuple):
     """Replicas of all models: those that are ready, and those that shall be."""
 
     ready: int
@@ -36,7 +36,7 @@ def is_deployed() -> bool:
     return _overview() is not None
 
 
-def deploy(config: Config, on_progress: Callable[[Progress], None]) -> None:
+def deploy(config: Config, on_progress: Callable[[RolloutProgress], None]) -> None:
     """Deploy, or update what is deployed, and wait until it is done. Raises `ConfigError` or `ClusterError`."""
     models = cluster_models(config)
     check_room(models)
@@ -56,13 +56,13 @@ def remove() -> None:
         time.sleep(POLL_S)
 
 
-def progress(models: Sequence[ClusterModel]) -> Progress:
+def progress(models: Sequence[ClusterModel]) -> RolloutProgress:
     return _progress(_overview(), models)
 
 
-def _wait(models: Sequence[ClusterModel], on_progress: Callable[[Progress], None], old: frozenset[str]) -> None:
+def _wait(models: Sequence[ClusterModel], on_progress: Callable[[RolloutProgress], None], old: frozenset[str]) -> None:
     """`old`: messages of what was deployed before."""
-    seen: Progress | None = None
+    seen: RolloutProgress | None = None
     while True:
         overview = _overview()
         now = _progress(overview, models)
@@ -82,13 +82,13 @@ def _overview() -> ApplicationStatusOverview | None:
     return serve.status().applications.get(APPLICATION)
 
 
-def _progress(overview: ApplicationStatusOverview | None, models: Sequence[ClusterModel]) -> Progress:
+def _progress(overview: ApplicationStatusOverview | None, models: Sequence[ClusterModel]) -> RolloutProgress:
     found = {} if overview is None else overview.deployments
     states = [found[model.deployment].replica_states for model in models if model.deployment in found]
     ready = sum(each.get("RUNNING", 0) for each in states)
     scales = any(model.config.cluster.autoscaling.max_replicas is not None for model in models)
     wanted = sum(model.config.cluster.first_replicas for model in models)
-    return Progress(ready, max(ready, wanted) if scales else wanted)
+    return RolloutProgress(ready, max(ready, wanted) if scales else wanted)
 
 
 def _serves(overview: ApplicationStatusOverview) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from cllm.cluster.messages import Job
+from cllm.cluster.messages import ReplicaJob
 from cllm.cluster.routing_view import Address, RoutingView, shared_view, tell_replicas
 
 
@@ -40,7 +40,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
             pending_request.routing_context.should_backoff = True
         job = pending_request.args[0] if pending_request is not None and pending_request.args else None
         view = self._view
-        if not isinstance(job, Job) or job.route is None or view is None:
+        if not isinstance(job, ReplicaJob) or job.route is None or view is None:
             return [[random.choice(candidate_replicas)]] if candidate_replicas else []
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         chosen = view.choose(job.route, by_name)

@@ -15,7 +15,7 @@ from cllm.loading.resources import kv_bytes_per_token
 from cllm.loading.sampling_defaults import SamplingDefaults, sampling_defaults
 from cllm.loading.torch_model import device_of
 
-Kind = Literal["native", "llama_cpp", "torch", "fake"]
+BackendKind = Literal["native", "llama_cpp", "torch", "fake"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Estimate:
     """What a model will take once it is loaded."""
 
     name: str
-    kind: Kind
+    kind: BackendKind
     weights: int
     """Bytes."""
     token_bytes: int
@@ -61,7 +61,7 @@ def estimate(config: Config) -> Estimate:
     if config.backend.type == "fake":
         from cllm.loading.fake_model import open_fake
 
-        kind: Kind = "fake"
+        kind: BackendKind = "fake"
         name, spec, weights = "fake", open_fake(config).spec, 0
     else:
         model = open_model_file(config)

@@ -78,7 +78,7 @@ class AttentionSpec:
 @dataclass(frozen=True, slots=True)
 class FeedForwardSpec:
     size: int = 0
-    """Of the values between its matrices."""
+    """Values between its matrices."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ def all_tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
 
 
 def outer_tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
-    """Those of no layer."""
+    """What belongs to no layer."""
     yield TensorSpec("token_embd.weight", -1, "token_embd", spec.n_vocab, spec.n_embd)
     yield TensorSpec("output_norm.weight", -1, "output_norm", 1, spec.n_embd)
     if not spec.tied:

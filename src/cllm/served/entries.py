@@ -23,7 +23,7 @@ from cllm.models.registry import kv_directory, models_in
 
 log = logging.getLogger("cllm")
 
-State = Literal["unloaded", "loading", "ready", "unloading", "failed"]
+LoadState = Literal["unloaded", "loading", "ready", "unloading", "failed"]
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +40,7 @@ class ServedModel:
     at_start: bool
     observers: Observers = field(default_factory=Observers)
     tokenizers: TokenizerCache = field(default_factory=TokenizerCache)
-    state: State = "unloaded"
+    state: LoadState = "unloaded"
     llm: AsyncLLM | None = None
     account: Account | None = None
     error: str | None = None

@@ -53,7 +53,7 @@ class DeviceMemory:
 
     @property
     def _models(self) -> list[ServedModel]:
-        """Those on this device: a model whose files have changed may run on another one."""
+        """The models on this device: a model whose files have changed may run on another one."""
         return [served for served in self._all if served.estimate.device == self._device]
 
     @property

@@ -34,7 +34,15 @@ from cllm.loading.open_model import ModelShare
 from cllm.loading.text_model import PRELOADED
 from cllm.machine.resident import give_heap_back, resident_bytes
 from cllm.observe.metrics import EngineCollector, MetricsObserver, ModelsCollector
-from cllm.served.entries import ServedModel, State, by_name, check_disk_limits, load_failed, read_entries, unavailable
+from cllm.served.entries import (
+    LoadState,
+    ServedModel,
+    by_name,
+    check_disk_limits,
+    load_failed,
+    read_entries,
+    unavailable,
+)
 from cllm.served.memory import DeviceMemory, choose_memories, say_what_is_held
 from cllm.served.model_set import ModelSet, only_model
 from cllm.work.pool import Workers
@@ -207,7 +215,7 @@ class ServedModels(ModelSet):
         return self._change(served, "unloading", self._unload)
 
     def _change(
-        self, served: ServedModel, state: State, how: Callable[[ServedModel], Awaitable[None]]
+        self, served: ServedModel, state: LoadState, how: Callable[[ServedModel], Awaitable[None]]
     ) -> asyncio.Task[None]:
         """One change at a time: the state is set now, not when the task begins."""
         assert served.changing is None

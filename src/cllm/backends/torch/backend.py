@@ -18,13 +18,13 @@ from cllm.backends.base import Backend, BackendTraits, Chunk, StepResult, asks_m
 from cllm.backends.torch.batch import Bounds, HostBatch, Tables, read_chunks, spread
 from cllm.backends.torch.block_memory import BlockMemory, no_memory
 from cllm.backends.torch.device import choose_device, choose_dtype, device_name, dtype_name, unsupported_heads
-from cllm.backends.torch.faults import Faults, if_no_room
+from cllm.backends.torch.faults import DeviceFaults, if_no_room
 from cllm.backends.torch.host_rows import Rows
 from cllm.backends.torch.prompt_outputs import read_asks
 from cllm.backends.torch.sampling import read_draws
 from cllm.backends.torch.sources import open_source, spec_of, unsupported
 from cllm.backends.torch.weights import Loader, weight_bytes
-from cllm.backends.torch.worker import Launched, Setup, Worker
+from cllm.backends.torch.worker import DeviceWorker, Launched, Setup
 from cllm.errors import BackendError, ModelError, StepAbortedError
 from cllm.kv.ops import BlockGeometry, Geometry
 from cllm.machine import MemoryLimit
@@ -75,7 +75,7 @@ class TorchBackend(Backend):
         self._label = str(model.path)
         on = choose_device(device)
         self._setup = Setup(on, choose_dtype(dtype, on), kv_type, invariant, rows)
-        self._faults = Faults(on)
+        self._faults = DeviceFaults(on)
         self._threads = threads
         self._allocated: _Allocated | None = None
         if isinstance(model, GGUFModel):
@@ -89,7 +89,7 @@ class TorchBackend(Backend):
             torch.set_num_threads(threads)
         self._worker = self._load(model, progress)
 
-    def _load(self, model: GGUFModel | HFModel, progress: ByteProgress | None) -> Worker:
+    def _load(self, model: GGUFModel | HFModel, progress: ByteProgress | None) -> DeviceWorker:
         setup, spec = self._setup, spec_of(model)
         size = weight_bytes(spec, setup.dtype) >> 20
         no_room = ModelError(
@@ -98,7 +98,7 @@ class TorchBackend(Backend):
         )
         with if_no_room(no_room), open_source(model) as source, setup.here():
             weights = Loader(source, setup.dtype, setup.device, progress).load(spec)
-        return Worker(setup, spec, weights, self._faults)
+        return DeviceWorker(setup, spec, weights, self._faults)
 
     # -- memory ------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from cllm.backends.torch.arena import Arena
-from cllm.backends.torch.faults import Faults
+from cllm.backends.torch.faults import DeviceFaults
 from cllm.backends.torch.host_rows import Rows
 from cllm.errors import BackendError
 from cllm.kv.ops import Move
@@ -25,7 +25,7 @@ class BlockMemory:
     """`cllm.kv.ops.BlockOps` and `BlockBytes` over an arena, which a rebuild replaces. Everything is queued in the
     order of the steps; only copies to and from rows in the host's memory go beside them."""
 
-    def __init__(self, faults: Faults) -> None:
+    def __init__(self, faults: DeviceFaults) -> None:
         self._faults = faults
         self._arena: Arena | None = None
         self._host_rows: Rows | None = None

@@ -11,7 +11,7 @@ from cllm.backends.torch.device import is_out_of_memory
 from cllm.errors import BackendError, CLLMError
 
 
-class Faults:
+class DeviceFaults:
     """Errors of one device, as the backend's own."""
 
     def __init__(self, device: torch.device) -> None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cllm.backends.torch.arena import Arena
-from cllm.backends.torch.faults import Faults
+from cllm.backends.torch.faults import DeviceFaults
 from cllm.kv.ops import Copying
 
 log = logging.getLogger("cllm.torch")
@@ -42,7 +42,7 @@ class Done:
 class Queued:
     """On a GPU."""
 
-    def __init__(self, begun: torch.cuda.Event, ended: torch.cuda.Event, faults: Faults) -> None:
+    def __init__(self, begun: torch.cuda.Event, ended: torch.cuda.Event, faults: DeviceFaults) -> None:
         self.ended = ended
         self._begun = begun
         self._faults = faults
@@ -58,7 +58,7 @@ class Queued:
 
 
 class Rows:
-    def __init__(self, arena: Callable[[], Arena], limit: int, faults: Faults) -> None:
+    def __init__(self, arena: Callable[[], Arena], limit: int, faults: DeviceFaults) -> None:
         """`limit` in bytes; `arena` is asked each time, for a rebuilt backend has another."""
         self._arena = arena
         self._faults = faults

@@ -9,7 +9,7 @@ from types import TracebackType
 
 import torch
 
-from cllm.backends.torch.weights import Source, TensorShape
+from cllm.backends.torch.weights import TensorShape, WeightSource
 from cllm.models.dequantise import DEQUANTISED, dequantised_rows
 from cllm.models.gguf import GGUFModel, TensorFile
 from cllm.models.gguf_decoder import ROPE_FREQS, decoder_spec, rope_dims, unsupported_reason
@@ -42,7 +42,7 @@ def spec_of(model: GGUFModel | HFModel) -> ModelSpec:
     return model.spec if isinstance(model, HFModel) else decoder_spec(model)
 
 
-def open_source(model: GGUFModel | HFModel) -> AbstractContextManager[Source]:
+def open_source(model: GGUFModel | HFModel) -> AbstractContextManager[WeightSource]:
     """`with open_source(model) as source:` fails, also at its end, if the files have changed."""
     return DirectorySource(model) if isinstance(model, HFModel) else GGUFSource(model)
 

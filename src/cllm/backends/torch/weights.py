@@ -42,7 +42,7 @@ _QUANTISED_TOGETHER = 1 << 19
 TensorShape = tuple[int, ...]
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Where weights come from. What is wrong with them is a `ModelError`."""
 
     @property
@@ -72,7 +72,7 @@ def _stored_bytes(item: TensorSpec, dtype: torch.dtype) -> int:
     return math.prod(item.shape) * int(values_dtype(dtype).itemsize)
 
 
-def check_source(source: Source, spec: ModelSpec) -> None:
+def check_source(source: WeightSource, spec: ModelSpec) -> None:
     """Raise `ModelError` unless the source has just the tensors of such a model. No memory is taken for any of them."""
     names, known = source.names, set()
     for item in all_tensors(spec):  # the first that is missing ends this, however many are claimed
@@ -89,7 +89,9 @@ def check_source(source: Source, spec: ModelSpec) -> None:
 
 
 class Loader:
-    def __init__(self, source: Source, dtype: torch.dtype, device: torch.device, progress: ByteProgress | None) -> None:
+    def __init__(
+        self, source: WeightSource, dtype: torch.dtype, device: torch.device, progress: ByteProgress | None
+    ) -> None:
         self._source = source
         self._dtype, self._values = dtype, values_dtype(dtype)
         self._device = device

@@ -21,7 +21,7 @@ from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import ROW_NUMBERS, HostBatch, batch_on
 from cllm.backends.torch.block_memory import BlockMemory, no_memory
 from cllm.backends.torch.device import choose_operations, choose_sampler
-from cllm.backends.torch.faults import Faults, if_no_room
+from cllm.backends.torch.faults import DeviceFaults, if_no_room
 from cllm.backends.torch.graphs import DecodeGraphs, Ran
 from cllm.backends.torch.model import Model, Weights
 from cllm.backends.torch.padded_step import PaddedStep
@@ -64,7 +64,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class DeviceContext:
     """What there is once memory is allocated."""
 
     arena: Arena
@@ -89,8 +89,8 @@ class Launched:
         return StepResult(None, self.chosen.read(), fetch(self.queued))
 
 
-class Worker:
-    def __init__(self, setup: Setup, spec: ModelSpec, weights: Weights, faults: Faults) -> None:
+class DeviceWorker:
+    def __init__(self, setup: Setup, spec: ModelSpec, weights: Weights, faults: DeviceFaults) -> None:
         self.aborted = threading.Event()
         """Heard before the next layer; a decode step on a GPU is over before that matters."""
         self.memory = BlockMemory(faults)
@@ -99,13 +99,13 @@ class Worker:
         self._setup = setup
         self._spec = spec
         self._weights: Weights | None = weights
-        self._context: Context | None = None
+        self._context: DeviceContext | None = None
         self._faults = faults
 
     # -- memory ------------------------------------------------------------------------------------------------
 
     @property
-    def context(self) -> Context:
+    def context(self) -> DeviceContext:
         if self._context is None:
             raise no_memory()
         return self._context
@@ -153,7 +153,7 @@ class Worker:
             # Logits of all rows come as the weights' type and as float32.
             return max(forward + rows * n_vocab * 6, drawing), graphs
 
-    def _reserve(self, geometry: BlockGeometry, weights: Weights) -> Context:
+    def _reserve(self, geometry: BlockGeometry, weights: Weights) -> DeviceContext:
         setup, spec, size = self._setup, self._spec, geometry.block_size
         positions = min(spec.context_length, geometry.tokens)
         no_room = ConfigError(
@@ -165,11 +165,11 @@ class Worker:
             model = Model(spec, weights, self._operations, positions, invariant=setup.invariant)
             last = torch.zeros(ROW_NUMBERS, dtype=torch.int32, device=setup.device)
             if not setup.on_gpu:
-                return Context(arena, model, last, None)
+                return DeviceContext(arena, model, last, None)
             step = PaddedStep(model, arena, last, self.sampler, blocks_per_row=-(-positions // size), rows=setup.rows)
-            return Context(arena, model, last, DecodeGraphs(step, setup.rows))
+            return DeviceContext(arena, model, last, DecodeGraphs(step, setup.rows))
 
-    def _draw_everything(self, context: Context, rows: int) -> None:
+    def _draw_everything(self, context: DeviceContext, rows: int) -> None:
         """Choose with all parameters at once, from nothing: what that takes, and its kernels compiled."""
         device, n_vocab = self._setup.device, self._spec.n_vocab
         draws = draws_of_all_kinds(rows, n_vocab)
@@ -201,7 +201,7 @@ class Worker:
             return Launched(chosen, self._mark(), queued)
 
     def _run(
-        self, context: Context, host: HostBatch, draws: HostDraws | None, asked: Sequence[Asked]
+        self, context: DeviceContext, host: HostBatch, draws: HostDraws | None, asked: Sequence[Asked]
     ) -> tuple[Ran, Queued]:
         if not asked:
             return self._forward(context, host, draws), {}
@@ -211,7 +211,7 @@ class Worker:
         queued = read_states(model, states, asked)
         return Ran(model.logits(states[batch.wanted.long()]), None, moved), queued
 
-    def _forward(self, context: Context, host: HostBatch, draws: HostDraws | None) -> Ran:
+    def _forward(self, context: DeviceContext, host: HostBatch, draws: HostDraws | None) -> Ran:
         if context.graphs is not None and context.graphs.fits(host):
             return context.graphs.run(host, draws)
         parts = [] if draws is None else draws.parts()

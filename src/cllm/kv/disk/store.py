@@ -29,7 +29,7 @@ from cllm.kv.disk.index import FoundSequence
 from cllm.kv.disk.pending_writes import BlockRun, SavedSequence
 from cllm.kv.disk.reader import Reader, ReadTicket
 from cllm.kv.disk.staging import Staging
-from cllm.kv.disk.threads import DaemonPool, Worker
+from cllm.kv.disk.threads import DaemonPool, PoolThread
 from cllm.kv.disk.writer import Writer
 
 Block = NDArray[np.uint8] | memoryview | bytes
@@ -75,8 +75,8 @@ class DiskStore:
         )
         self.reader = Reader(self._catalog, pool=self._pool, monotonic=monotonic)
         self._workers = (
-            Worker("cllm-kv-write", self.writer.work),
-            Worker("cllm-kv-read", self.reader.work),
+            PoolThread("cllm-kv-write", self.writer.work),
+            PoolThread("cllm-kv-read", self.reader.work),
         )
         self._threads = threads
         self.closed = False

@@ -14,7 +14,7 @@ log = logging.getLogger("cllm.kv.disk")
 T = TypeVar("T")
 
 
-class Worker:
+class PoolThread:
     """Calls `work` while it returns 0; otherwise waits as long as it says, or (None) for the next `wake`.
 
     It runs at normal priority: if it were lower, a thread waiting for the GIL would wait for everything that keeps the

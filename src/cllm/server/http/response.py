@@ -203,7 +203,7 @@ class PromptProgress(NamedTuple):
         return as_json(self._asdict())
 
 
-Progress = Callable[[PromptProgress], str]
+ProgressEvent = Callable[[PromptProgress], str]
 """Writes the event that reports a prompt's progress."""
 
 
@@ -252,7 +252,9 @@ class KeepAlive:
     """Writes comments, and the prompt's progress, while there is no answer to send: proxies close silent connections.
     It costs a timer per request, and nothing per token."""
 
-    def __init__(self, writer: ResponseWriter, counts: TokenCounts, every_s: float, progress: Progress | None) -> None:
+    def __init__(
+        self, writer: ResponseWriter, counts: TokenCounts, every_s: float, progress: ProgressEvent | None
+    ) -> None:
         """`every_s`: seconds of silence before a comment; 0: none. `progress`: reported until the answer begins."""
         self._writer = writer
         self._counts = counts
@@ -333,7 +335,7 @@ class EventStream(Response):
     comments = True
     """Whether comments may keep the connection alive."""
 
-    def __init__(self, source: DeltaSource[T], events: Events[T], progress: Progress | None = None) -> None:
+    def __init__(self, source: DeltaSource[T], events: Events[T], progress: ProgressEvent | None = None) -> None:
         """`progress` writes events that report the prompt's progress, if the client asked for them."""
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
@@ -395,7 +397,7 @@ class SlicedEvents(Events[In], Protocol[In]):
 class SlicedEventStream(EventStream):
     """A stream whose events are written a slice at a time: others' go out between two of them."""
 
-    def __init__(self, source: DeltaSource[T], events: SlicedEvents[T], progress: Progress | None = None) -> None:
+    def __init__(self, source: DeltaSource[T], events: SlicedEvents[T], progress: ProgressEvent | None = None) -> None:
         super().__init__(source, events, progress)
         self._pieces = events.pieces
 

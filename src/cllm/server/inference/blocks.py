@@ -13,14 +13,14 @@ from cllm.dialect.deltas import ChatDelta, Delta, ReasoningDelta, ToolCallDelta,
 if TYPE_CHECKING:
     from cllm.engine.sampling import TokenLogprob
 
-Kind = Literal["reasoning", "text", "call"]
+BlockKind = Literal["reasoning", "text", "call"]
 
 
 @dataclass(slots=True)
 class ContentBlock:
     number: int
     """Its place in the answer, from 0."""
-    kind: Kind
+    kind: BlockKind
     call_id: str = ""
     name: str = ""
     """The name of the tool that is called."""
@@ -70,7 +70,7 @@ class ContentBlocks:
         assert block is not None
         return block
 
-    def _grow(self, kind: Kind, text: str, logprobs: Sequence[TokenLogprob]) -> BlockChange:
+    def _grow(self, kind: BlockKind, text: str, logprobs: Sequence[TokenLogprob]) -> BlockChange:
         change = BlockChange()
         if self.open is None or self.open.kind != kind:
             if not text and not logprobs:
@@ -81,7 +81,7 @@ class ContentBlocks:
         self.open.logprobs += logprobs
         return change._replace(text=text, logprobs=logprobs)
 
-    def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> BlockChange:
+    def _begin(self, kind: BlockKind, call_id: str = "", name: str = "") -> BlockChange:
         ended = self._close()
         self.open = ContentBlock(len(self.all), kind, call_id, name)
         self.all.append(self.open)

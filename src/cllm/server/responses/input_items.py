@@ -15,7 +15,7 @@ _DEFAULT = 20
 _PARAMETERS = frozenset({"after", "include", "include[]", "limit", "order"})
 """`include`, which clients also call `include[]`, is a hint: it asks for parts of items that are not stored here."""
 
-Item = dict[str, Any]
+StoredItem = dict[str, Any]
 
 
 class Page(NamedTuple):
@@ -36,7 +36,7 @@ class Page(NamedTuple):
             raise InvalidRequestError(f"order is {shorten(repr(order))}; it must be 'asc' or 'desc'", "order")
         return cls(int(limit), order == "desc", query.get("after"))
 
-    def pieces(self, items: Sequence[Item]) -> Iterator[str]:
+    def pieces(self, items: Sequence[StoredItem]) -> Iterator[str]:
         """An `InputItemsReply`."""
         items = items[::-1] if self.newest_first else items
         start = 0
@@ -56,13 +56,13 @@ class Page(NamedTuple):
         return _pieces(shown, end)
 
 
-def _pieces(items: Sequence[Item], end: dict[str, Any]) -> Iterator[str]:
+def _pieces(items: Sequence[StoredItem], end: dict[str, Any]) -> Iterator[str]:
     yield '{"object":"list","data":'
     yield from list_pieces(map(as_json, items), entries=1)
     yield f",{as_json(end)[1:]}"
 
 
-def items_of(messages: Sequence[dict[str, Any]], response_id: str) -> list[Item]:
+def items_of(messages: Sequence[dict[str, Any]], response_id: str) -> list[StoredItem]:
     """Messages as `ConversationBuilder` makes them, as the items that they were made from."""
     customs: set[str] = set()
     return [
@@ -71,7 +71,7 @@ def items_of(messages: Sequence[dict[str, Any]], response_id: str) -> list[Item]
     ]
 
 
-def _items(message: dict[str, Any], customs: set[str]) -> Iterator[tuple[str, Item]]:
+def _items(message: dict[str, Any], customs: set[str]) -> Iterator[tuple[str, StoredItem]]:
     """Each with the beginning of its id. `customs`: the ids of calls of custom tools, so far."""
     role, text, calls = message["role"], message["content"], message.get("tool_calls", ())
     if role == "tool":

@@ -19,7 +19,7 @@ from cllm.server.responses.tools import CalledTool, ToolNames, input_of
 
 if TYPE_CHECKING:
     from cllm.engine.sampling import TokenLogprob
-    from cllm.server.http.response import Progress, PromptProgress, TokenCounts
+    from cllm.server.http.response import ProgressEvent, PromptProgress, TokenCounts
     from cllm.server.inference.streams import ChatStream
 
 _KINDS = {"text": ("message", "msg"), "reasoning": ("reasoning", "rs"), "call": ("function_call", "fc")}
@@ -267,7 +267,7 @@ class ResponseStream(EventStream):
         chat: ChatStream,
         events: ResponseEvents,
         whole: Callable[[ContentBlocks], Awaitable[Iterator[str]]],
-        progress: Progress | None = None,
+        progress: ProgressEvent | None = None,
     ) -> None:
         super().__init__(chat, events, progress)
         self._response_events = events
