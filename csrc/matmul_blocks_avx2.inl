@@ -3,7 +3,6 @@
 #pragma once
 
 #include "matmul_job.inl"
-#include "packed_blocks.h"
 
 namespace cllm {
 namespace CLLM_NS {
@@ -34,21 +33,6 @@ CLLM_INLINE constexpr int added_centre(Packing packing) {
     return layout_of(packing).bits == 8 && !kVnni ? 0 : layout_of(packing).centre;
 }
 
-// The codes of 8 rows that have quad Quad of a run.
-template <Packing P, int Quad>
-CLLM_INLINE __m256i codes_of_quad(const uint8_t* run, int half) {
-    constexpr Codes codes = codes_of(P);
-    constexpr int c = Quad / codes.quads();
-    const __m256i low = wide_bytes(run + c * kTileRows + half * 8);
-    if constexpr (P == Packing::iq2_xs) {
-        const __m256i ninth = _mm256_srli_epi32(load_half(run + codes.signs_at() + half * 32), ninth_bit(c) - 8);
-        return _mm256_or_si256(low, _mm256_and_si256(ninth, _mm256_set1_epi32(256)));
-    }
-    if constexpr (codes.upper_bits == 0) return low;
-    const __m256i upper = _mm256_slli_epi32(wide_bytes(run + codes.upper_at() + half * 8), 8 - c * codes.upper_bits);
-    return _mm256_or_si256(low, _mm256_and_si256(upper, _mm256_set1_epi32(codes.upper_bits == 1 ? 256 : 768)));
-}
-
 // All bits of each negative byte of quad Quad's line.
 template <Packing P, int Quad>
 CLLM_INLINE __m256i signs_of_quad(const uint8_t* run, int half) {
@@ -64,13 +48,19 @@ CLLM_INLINE __m256i signs_of_quad(const uint8_t* run, int half) {
     return _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(eight, low_byte), bit), bit);
 }
 
+// Columns 4*Quad to 4*Quad + 3 of a run in codes; `values` are its magnitudes, spelled out.
 template <Packing P, int Quad>
-CLLM_INLINE __m256i coded_line(const uint8_t* run, int half) {
-    constexpr Codes codes = codes_of(P);
-    const int* grid = (const int*)(grid_of<P>() + Quad % codes.quads() * 4);
-    const __m256i values = _mm256_i32gather_epi32(grid, codes_of_quad<P, Quad>(run, half), codes.columns);
+CLLM_INLINE __m256i coded_line(const uint8_t* run, const uint8_t* values, int half) {
+    constexpr int quads = codes_of(P).quads();
+    const uint8_t* at = values + (Quad / quads * kLineBytes + half * 32) * quads;
+    __m256i line = load_half(at);
+    if constexpr (quads == 2) {
+        constexpr int dwords = Quad % 2 ? 0xdd : 0x88;
+        const __m256 pairs = _mm256_shuffle_ps(_mm256_castsi256_ps(line), _mm256_castsi256_ps(load_half(at + 32)), dwords);
+        line = _mm256_permute4x64_epi64(_mm256_castps_si256(pairs), 0xd8);
+    }
     const __m256i minus = signs_of_quad<P, Quad>(run, half);
-    return _mm256_add_epi8(_mm256_sub_epi8(_mm256_xor_si256(values, minus), minus), _mm256_set1_epi8(char(added_centre(P))));
+    return _mm256_add_epi8(_mm256_sub_epi8(_mm256_xor_si256(line, minus), minus), _mm256_set1_epi8(char(added_centre(P))));
 }
 
 // Columns 4*Quad to 4*Quad + 3 of a run.
@@ -79,7 +69,6 @@ CLLM_INLINE __m256i packed_line(const uint8_t* block, int run, int half) {
     constexpr Layout layout = layout_of(P);
     const uint8_t* lower = block + layout.run_at(run) + half * 32;
     const uint8_t* upper = block + layout.upper_at(run) + half * 32;
-    if constexpr (in_codes(P)) return coded_line<P, Quad>(block + layout.run_at(run), half);
     if constexpr (layout.quarters == 32) {
         const __m256i line = load_half(lower + Quad * kLineBytes);
         return kVnni ? _mm256_xor_si256(line, _mm256_set1_epi8(-128)) : line;
@@ -220,25 +209,33 @@ struct OpenedBlock {
 };
 
 template <Packing P, int Quad>
-CLLM_INLINE void open_lines(const uint8_t* block, int run, uint8_t* out) {
+CLLM_INLINE __m256i opened_line(const uint8_t* block, int run, const uint8_t* values, int half) {
+    constexpr int more = layout_of(opened_like(P)).centre - layout_of(P).centre;
+    __m256i line;
+    if constexpr (in_codes(P)) line = coded_line<P, Quad>(block + layout_of(P).run_at(run), values + run * kRun * kTileRows, half);
+    else line = packed_line<P, Quad>(block, run, half);
+    return more ? _mm256_add_epi8(line, _mm256_set1_epi8(char(more))) : line;
+}
+
+template <Packing P, int Quad>
+CLLM_INLINE void open_lines(const uint8_t* block, int run, const uint8_t* values, uint8_t* out) {
     if constexpr (Quad < kRunLines) {
         constexpr Layout layout = layout_of(P);
         constexpr int lines = layout.group / 4, at = Quad / lines * layout.opened_bytes() + Quad % lines * kLineBytes;
-        constexpr int more = layout_of(opened_like(P)).centre - layout.centre;
-        for (int half = 0; half < 2; ++half) {
-            const __m256i line = packed_line<P, Quad>(block, run, half);
-            _mm256_store_si256((__m256i*)(out + at + half * 32), more ? _mm256_add_epi8(line, _mm256_set1_epi8(more)) : line);
-        }
-        open_lines<P, Quad + 1>(block, run, out);
+        for (int half = 0; half < 2; ++half)
+            _mm256_store_si256((__m256i*)(out + at + half * 32), opened_line<P, Quad>(block, run, values, half));
+        open_lines<P, Quad + 1>(block, run, values, out);
     }
 }
 
 template <Packing P>
 static void open_blocks(const uint8_t* block, int64_t blocks, uint8_t* out) {
     constexpr Layout layout = layout_of(P);
+    alignas(64) uint8_t values[in_codes(P) ? layout.columns * kTileRows : 1];
     for (; blocks > 0; --blocks, block += layout.bytes()) {
+        if constexpr (in_codes(P)) spell_out<P>(block, values);
         read_factors<P>(block, (float*)(out + layout.opened_factors_at()), layout.opened_bytes() / int(sizeof(float)));
-        for (int run = 0; run < layout.runs(); ++run, out += OpenedBlock<P>::bytes) open_lines<P, 0>(block, run, out);
+        for (int run = 0; run < layout.runs(); ++run, out += OpenedBlock<P>::bytes) open_lines<P, 0>(block, run, values, out);
     }
 }
 

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "matmul_job.inl"
-#include "packed_blocks.h"
 
 namespace cllm {
 namespace CLLM_NS {
@@ -27,21 +26,6 @@ CLLM_INLINE __m512i table_of(const int8_t* sixteen) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)sixteen));
 }
 
-// The codes of 16 rows that have quad Quad of a run.
-template <Packing P, int Quad>
-CLLM_INLINE __m512i codes_of_quad(const uint8_t* run) {
-    constexpr Codes codes = codes_of(P);
-    constexpr int c = Quad / codes.quads();
-    const __m512i low = wide_bytes(run + c * kTileRows);
-    if constexpr (P == Packing::iq2_xs) {
-        const __m512i ninth = _mm512_srli_epi32(load_line(run + codes.signs_at()), ninth_bit(c) - 8);
-        return _mm512_ternarylogic_epi32(low, ninth, _mm512_set1_epi32(256), 0xf8);
-    }
-    if constexpr (codes.upper_bits == 0) return low;
-    const __m512i upper = _mm512_slli_epi32(wide_bytes(run + codes.upper_at()), 8 - c * codes.upper_bits);
-    return _mm512_ternarylogic_epi32(low, upper, _mm512_set1_epi32(codes.upper_bits == 1 ? 256 : 768), 0xf8);
-}
-
 // A bit for each byte of quad Quad's line: whether it is negative.
 template <Packing P, int Quad>
 CLLM_INLINE __mmask64 signs_of_quad(const uint8_t* run) {
@@ -56,13 +40,19 @@ CLLM_INLINE __mmask64 signs_of_quad(const uint8_t* run) {
     return _mm512_test_epi8_mask(_mm512_shuffle_epi8(eight, low_byte), _mm512_set1_epi32(Quad % 2 ? 0x80402010 : 0x08040201));
 }
 
+// Columns 4*Quad to 4*Quad + 3 of a run in codes; `values` are its magnitudes, spelled out.
 template <Packing P, int Quad>
-CLLM_INLINE __m512i coded_line(const uint8_t* run) {
-    constexpr Codes codes = codes_of(P);
-    const uint8_t* grid = grid_of<P>() + Quad % codes.quads() * 4;
-    const __m512i values = _mm512_i32gather_epi32(codes_of_quad<P, Quad>(run), grid, codes.columns);
+CLLM_INLINE __m512i coded_line(const uint8_t* run, const uint8_t* values) {
+    constexpr int quads = codes_of(P).quads();
+    const uint8_t* at = values + Quad / quads * quads * kLineBytes;
+    __m512i line = load_line(at);
+    if constexpr (quads == 2) {
+        const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        const __m512i dwords = _mm512_add_epi32(even, _mm512_set1_epi32(Quad % 2));
+        line = _mm512_permutex2var_epi32(line, dwords, load_line(at + kLineBytes));
+    }
     const __m512i centre = _mm512_set1_epi8(char(layout_of(P).centre));
-    return _mm512_mask_sub_epi8(_mm512_add_epi8(centre, values), signs_of_quad<P, Quad>(run), centre, values);
+    return _mm512_mask_sub_epi8(_mm512_add_epi8(centre, line), signs_of_quad<P, Quad>(run), centre, line);
 }
 
 // Columns 4*Quad to 4*Quad + 3 of a run.
@@ -71,7 +61,6 @@ CLLM_INLINE __m512i packed_line(const uint8_t* block, int run) {
     constexpr Layout layout = layout_of(P);
     const uint8_t* lower = block + layout.run_at(run);
     const uint8_t* upper = block + layout.upper_at(run);
-    if constexpr (in_codes(P)) return coded_line<P, Quad>(lower);
     if constexpr (layout.quarters == 32) return _mm512_xor_si512(load_line(lower + Quad * kLineBytes), _mm512_set1_epi8(-128));
     if constexpr (layout.lower_bits() == 2) {
         const __m512i twos = shift_bits<-2 * (Quad % 4)>(load_line(lower + Quad / 4 * kLineBytes));
@@ -192,28 +181,33 @@ struct OpenedBlock {
 
 // A line as it is opened: for AMX, which multiplies signed bytes, with the centre taken away.
 template <Packing P, int Quad, bool Signed>
-CLLM_INLINE __m512i opened_line(const uint8_t* block, int run) {
+CLLM_INLINE __m512i opened_line(const uint8_t* block, int run, const uint8_t* values) {
     constexpr int more = (Signed ? 0 : layout_of(opened_like(P)).centre) - layout_of(P).centre;
-    const __m512i line = packed_line<P, Quad>(block, run);
+    __m512i line;
+    if constexpr (in_codes(P)) line = coded_line<P, Quad>(block + layout_of(P).run_at(run), values + run * kRun * kTileRows);
+    else line = packed_line<P, Quad>(block, run);
     return more ? _mm512_add_epi8(line, _mm512_set1_epi8(char(more))) : line;
 }
 
 template <Packing P, int Quad, bool Signed>
-CLLM_INLINE void open_lines(const uint8_t* block, int run, uint8_t* out) {
+CLLM_INLINE void open_lines(const uint8_t* block, int run, const uint8_t* values, uint8_t* out) {
     if constexpr (Quad < kRunLines) {
         constexpr Layout layout = layout_of(P);
         constexpr int lines = layout.group / 4, at = Quad / lines * layout.opened_bytes() + Quad % lines * kLineBytes;
-        _mm512_store_si512(out + at, opened_line<P, Quad, Signed>(block, run));
-        open_lines<P, Quad + 1, Signed>(block, run, out);
+        _mm512_store_si512(out + at, opened_line<P, Quad, Signed>(block, run, values));
+        open_lines<P, Quad + 1, Signed>(block, run, values, out);
     }
 }
 
 template <Packing P, bool Signed>
 static void open_blocks(const uint8_t* block, int64_t blocks, uint8_t* out) {
     constexpr Layout layout = layout_of(P);
+    alignas(64) uint8_t values[in_codes(P) ? layout.columns * kTileRows : 1];
     for (; blocks > 0; --blocks, block += layout.bytes()) {
+        if constexpr (in_codes(P)) spell_out<P>(block, values);
         read_factors<P>(block, (float*)(out + layout.opened_factors_at()), layout.opened_bytes() / int(sizeof(float)));
-        for (int run = 0; run < layout.runs(); ++run, out += OpenedBlock<P>::bytes) open_lines<P, 0, Signed>(block, run, out);
+        for (int run = 0; run < layout.runs(); ++run, out += OpenedBlock<P>::bytes)
+            open_lines<P, 0, Signed>(block, run, values, out);
     }
 }
 

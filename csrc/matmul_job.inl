@@ -5,6 +5,7 @@
 
 #include "quantise.inl"
 #include "kernels.h"
+#include "spelled_codes.inl"
 
 namespace cllm {
 namespace CLLM_NS {

@@ -141,15 +141,14 @@ CLLM_INLINE constexpr uint32_t even_signs(uint32_t seven) {
     return seven | (0x6996u >> (folded & 15u) & 1u) << 7;
 }
 
-// The code of row r that has quad `quad` of a run, and the signs of that quad.
+// Code c of row r of a run, which has these bytes.
 template <Packing P>
-CLLM_INLINE uint32_t code_of(const uint8_t* codes, int quad, int r, uint32_t signs) {
-    constexpr Codes layout = codes_of(P);
-    const int c = quad / layout.quads();
-    uint32_t code = codes[c * kTileRows + r];
-    if (layout.upper_bits)
-        code |= (uint32_t(codes[layout.upper_at() + r]) >> c * layout.upper_bits & ((1u << layout.upper_bits) - 1)) << 8;
-    if (P == Packing::iq2_xs) code |= (signs >> ninth_bit(c) & 1u) << 8;
+CLLM_INLINE uint32_t code_of(const uint8_t* run, int c, int r) {
+    constexpr Codes codes = codes_of(P);
+    uint32_t code = run[c * kTileRows + r];
+    if constexpr (codes.upper_bits > 0)
+        code |= (uint32_t(run[codes.upper_at() + r]) >> c * codes.upper_bits & ((1u << codes.upper_bits) - 1)) << 8;
+    if constexpr (P == Packing::iq2_xs) code |= (read_as<uint32_t>(run + codes.signs_at() + 4 * r) >> ninth_bit(c) & 1u) << 8;
     return code;
 }
 
@@ -162,7 +161,7 @@ CLLM_INLINE uint32_t quad_of(const uint8_t* block, int run, int quad, int r) {
     if constexpr (in_codes(P)) {
         constexpr Codes codes = codes_of(P);
         const uint8_t* at = block + layout.run_at(run);
-        const uint32_t words = read_as<uint32_t>(at + codes.signs_at() + 4 * r), code = code_of<P>(at, quad, r, words);
+        const uint32_t words = read_as<uint32_t>(at + codes.signs_at() + 4 * r), code = code_of<P>(at, quad / codes.quads(), r);
         const uint8_t* values = grid_of<P>() + code * codes.columns + quad % codes.quads() * 4;
         const uint32_t of_8 = codes.even ? even_signs(words >> quad / 2 * 7 & 127u) : words >> quad / 2 * 8;
         for (int i = 0; i < 4; ++i) {
