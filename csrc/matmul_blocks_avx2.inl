@@ -33,33 +33,45 @@ CLLM_INLINE constexpr int added_centre(Packing packing) {
     return layout_of(packing).bits == 8 && !kVnni ? 0 : layout_of(packing).centre;
 }
 
-// All bits of each negative byte of quad Quad's line.
-template <Packing P, int Quad>
-CLLM_INLINE __m256i signs_of_quad(const uint8_t* run, int half) {
+// Half a run in codes: byte p of a row's dword has the signs of its quads 2*p and 2*p + 1; and the magnitudes of the run,
+// spelled out.
+struct CodedRun {
+    __m256i signs;
+    const uint8_t* values;
+};
+
+template <Packing P>
+CLLM_INLINE __m256i signs_of_run(const uint8_t* run, int half) {
     constexpr Codes codes = codes_of(P);
-    __m256i eight = _mm256_srli_epi32(load_half(run + codes.signs_at() + half * 32), Quad / 2 * (codes.even ? 7 : 8));
-    if constexpr (codes.even) {
-        eight = _mm256_and_si256(eight, _mm256_set1_epi32(127));
-        const __m256i folded = _mm256_and_si256(_mm256_xor_si256(eight, _mm256_srli_epi32(eight, 4)), _mm256_set1_epi32(15));
-        eight = _mm256_or_si256(eight, _mm256_shuffle_epi8(table_of(kOddOfFour), folded));
-    }
-    const __m256i low_byte = _mm256_broadcastsi128_si256(_mm_set_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0));
-    const __m256i bit = _mm256_set1_epi32(Quad % 2 ? 0x80402010 : 0x08040201);
-    return _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(eight, low_byte), bit), bit);
+    const __m256i dwords = load_half(run + codes.signs_at() + half * 32);
+    if constexpr (!codes.even) return dwords;
+    const auto sevens = [&](int of) { return _mm256_and_si256(_mm256_slli_epi32(dwords, of), _mm256_set1_epi32(127 << 8 * of)); };
+    const __m256i bytes = _mm256_or_si256(_mm256_or_si256(sevens(0), sevens(1)), _mm256_or_si256(sevens(2), sevens(3)));
+    const __m256i folded = _mm256_and_si256(_mm256_xor_si256(bytes, _mm256_srli_epi32(bytes, 4)), _mm256_set1_epi8(15));
+    return _mm256_or_si256(bytes, _mm256_shuffle_epi8(table_of(kOddOfFour), folded));
 }
 
-// Columns 4*Quad to 4*Quad + 3 of a run in codes; `values` are its magnitudes, spelled out.
+// All bits of each negative byte of quad Quad's line.
+template <int Quad>
+CLLM_INLINE __m256i signs_of_quad(__m256i signs) {
+    constexpr int byte = Quad / 2 * 0x01010101;
+    const __m128i bytes = _mm_set_epi32(byte + 0x0c0c0c0c, byte + 0x08080808, byte + 0x04040404, byte);
+    const __m256i bit = _mm256_set1_epi32(Quad % 2 ? 0x80402010 : 0x08040201);
+    const __m256i copies = _mm256_shuffle_epi8(signs, _mm256_broadcastsi128_si256(bytes));
+    return _mm256_cmpeq_epi8(_mm256_and_si256(copies, bit), bit);
+}
+
 template <Packing P, int Quad>
-CLLM_INLINE __m256i coded_line(const uint8_t* run, const uint8_t* values, int half) {
+CLLM_INLINE __m256i coded_line(const CodedRun& run, int half) {
     constexpr int quads = codes_of(P).quads();
-    const uint8_t* at = values + (Quad / quads * kLineBytes + half * 32) * quads;
+    const uint8_t* at = run.values + (Quad / quads * kLineBytes + half * 32) * quads;
     __m256i line = load_half(at);
     if constexpr (quads == 2) {
         constexpr int dwords = Quad % 2 ? 0xdd : 0x88;
         const __m256 pairs = _mm256_shuffle_ps(_mm256_castsi256_ps(line), _mm256_castsi256_ps(load_half(at + 32)), dwords);
         line = _mm256_permute4x64_epi64(_mm256_castps_si256(pairs), 0xd8);
     }
-    const __m256i minus = signs_of_quad<P, Quad>(run, half);
+    const __m256i minus = signs_of_quad<Quad>(run.signs);
     return _mm256_add_epi8(_mm256_sub_epi8(_mm256_xor_si256(line, minus), minus), _mm256_set1_epi8(char(added_centre(P))));
 }
 
@@ -209,22 +221,22 @@ struct OpenedBlock {
 };
 
 template <Packing P, int Quad>
-CLLM_INLINE __m256i opened_line(const uint8_t* block, int run, const uint8_t* values, int half) {
+CLLM_INLINE __m256i opened_line(const uint8_t* block, int run, const CodedRun& coded, int half) {
     constexpr int more = layout_of(opened_like(P)).centre - layout_of(P).centre;
     __m256i line;
-    if constexpr (in_codes(P)) line = coded_line<P, Quad>(block + layout_of(P).run_at(run), values + run * kRun * kTileRows, half);
+    if constexpr (in_codes(P)) line = coded_line<P, Quad>(coded, half);
     else line = packed_line<P, Quad>(block, run, half);
     return more ? _mm256_add_epi8(line, _mm256_set1_epi8(char(more))) : line;
 }
 
 template <Packing P, int Quad>
-CLLM_INLINE void open_lines(const uint8_t* block, int run, const uint8_t* values, uint8_t* out) {
+CLLM_INLINE void open_lines(const uint8_t* block, int run, const CodedRun (&coded)[2], uint8_t* out) {
     if constexpr (Quad < kRunLines) {
         constexpr Layout layout = layout_of(P);
         constexpr int lines = layout.group / 4, at = Quad / lines * layout.opened_bytes() + Quad % lines * kLineBytes;
         for (int half = 0; half < 2; ++half)
-            _mm256_store_si256((__m256i*)(out + at + half * 32), opened_line<P, Quad>(block, run, values, half));
-        open_lines<P, Quad + 1>(block, run, values, out);
+            _mm256_store_si256((__m256i*)(out + at + half * 32), opened_line<P, Quad>(block, run, coded[half], half));
+        open_lines<P, Quad + 1>(block, run, coded, out);
     }
 }
 
@@ -235,7 +247,12 @@ static void open_blocks(const uint8_t* block, int64_t blocks, uint8_t* out) {
     for (; blocks > 0; --blocks, block += layout.bytes()) {
         if constexpr (in_codes(P)) spell_out<P>(block, values);
         read_factors<P>(block, (float*)(out + layout.opened_factors_at()), layout.opened_bytes() / int(sizeof(float)));
-        for (int run = 0; run < layout.runs(); ++run, out += OpenedBlock<P>::bytes) open_lines<P, 0>(block, run, values, out);
+        for (int run = 0; run < layout.runs(); ++run, out += OpenedBlock<P>::bytes) {
+            CodedRun coded[2] = {};
+            for (int half = 0; in_codes(P) && half < 2; ++half)
+                coded[half] = {signs_of_run<P>(block + layout.run_at(run), half), values + run * kRun * kTileRows};
+            open_lines<P, 0>(block, run, coded, out);
+        }
     }
 }
 

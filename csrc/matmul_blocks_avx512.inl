@@ -26,25 +26,35 @@ CLLM_INLINE __m512i table_of(const int8_t* sixteen) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)sixteen));
 }
 
-// A bit for each byte of quad Quad's line: whether it is negative.
-template <Packing P, int Quad>
-CLLM_INLINE __mmask64 signs_of_quad(const uint8_t* run) {
+// A run in codes: byte p of a row's dword has the signs of its quads 2*p and 2*p + 1; and the magnitudes, spelled out.
+struct CodedRun {
+    __m512i signs;
+    const uint8_t* values;
+};
+
+template <Packing P>
+CLLM_INLINE __m512i signs_of_run(const uint8_t* run) {
     constexpr Codes codes = codes_of(P);
-    __m512i eight = _mm512_srli_epi32(load_line(run + codes.signs_at()), Quad / 2 * (codes.even ? 7 : 8));
-    if constexpr (codes.even) {
-        eight = _mm512_and_si512(eight, _mm512_set1_epi32(127));
-        const __m512i folded = _mm512_and_si512(_mm512_xor_si512(eight, _mm512_srli_epi32(eight, 4)), _mm512_set1_epi32(15));
-        eight = _mm512_or_si512(eight, _mm512_shuffle_epi8(table_of(kOddOfFour), folded));
-    }
-    const __m512i low_byte = _mm512_set4_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0);
-    return _mm512_test_epi8_mask(_mm512_shuffle_epi8(eight, low_byte), _mm512_set1_epi32(Quad % 2 ? 0x80402010 : 0x08040201));
+    const __m512i dwords = load_line(run + codes.signs_at());
+    if constexpr (!codes.even) return dwords;
+    const auto sevens = [&](int of) { return _mm512_and_si512(_mm512_slli_epi32(dwords, of), _mm512_set1_epi32(127 << 8 * of)); };
+    const __m512i bytes = _mm512_or_si512(_mm512_or_si512(sevens(0), sevens(1)), _mm512_or_si512(sevens(2), sevens(3)));
+    const __m512i folded = _mm512_and_si512(_mm512_xor_si512(bytes, _mm512_srli_epi32(bytes, 4)), _mm512_set1_epi8(15));
+    return _mm512_or_si512(bytes, _mm512_shuffle_epi8(table_of(kOddOfFour), folded));
 }
 
-// Columns 4*Quad to 4*Quad + 3 of a run in codes; `values` are its magnitudes, spelled out.
+// A bit for each byte of quad Quad's line: whether it is negative.
+template <int Quad>
+CLLM_INLINE __mmask64 signs_of_quad(__m512i signs) {
+    constexpr int byte = Quad / 2 * 0x01010101;
+    const __m512i bytes = _mm512_set4_epi32(byte + 0x0c0c0c0c, byte + 0x08080808, byte + 0x04040404, byte);
+    return _mm512_test_epi8_mask(_mm512_shuffle_epi8(signs, bytes), _mm512_set1_epi32(Quad % 2 ? 0x80402010 : 0x08040201));
+}
+
 template <Packing P, int Quad>
-CLLM_INLINE __m512i coded_line(const uint8_t* run, const uint8_t* values) {
+CLLM_INLINE __m512i coded_line(const CodedRun& run) {
     constexpr int quads = codes_of(P).quads();
-    const uint8_t* at = values + Quad / quads * quads * kLineBytes;
+    const uint8_t* at = run.values + Quad / quads * quads * kLineBytes;
     __m512i line = load_line(at);
     if constexpr (quads == 2) {
         const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
@@ -52,7 +62,7 @@ CLLM_INLINE __m512i coded_line(const uint8_t* run, const uint8_t* values) {
         line = _mm512_permutex2var_epi32(line, dwords, load_line(at + kLineBytes));
     }
     const __m512i centre = _mm512_set1_epi8(char(layout_of(P).centre));
-    return _mm512_mask_sub_epi8(_mm512_add_epi8(centre, line), signs_of_quad<P, Quad>(run), centre, line);
+    return _mm512_mask_sub_epi8(_mm512_add_epi8(centre, line), signs_of_quad<Quad>(run.signs), centre, line);
 }
 
 // Columns 4*Quad to 4*Quad + 3 of a run.
@@ -181,21 +191,21 @@ struct OpenedBlock {
 
 // A line as it is opened: for AMX, which multiplies signed bytes, with the centre taken away.
 template <Packing P, int Quad, bool Signed>
-CLLM_INLINE __m512i opened_line(const uint8_t* block, int run, const uint8_t* values) {
+CLLM_INLINE __m512i opened_line(const uint8_t* block, int run, const CodedRun& coded) {
     constexpr int more = (Signed ? 0 : layout_of(opened_like(P)).centre) - layout_of(P).centre;
     __m512i line;
-    if constexpr (in_codes(P)) line = coded_line<P, Quad>(block + layout_of(P).run_at(run), values + run * kRun * kTileRows);
+    if constexpr (in_codes(P)) line = coded_line<P, Quad>(coded);
     else line = packed_line<P, Quad>(block, run);
     return more ? _mm512_add_epi8(line, _mm512_set1_epi8(char(more))) : line;
 }
 
 template <Packing P, int Quad, bool Signed>
-CLLM_INLINE void open_lines(const uint8_t* block, int run, const uint8_t* values, uint8_t* out) {
+CLLM_INLINE void open_lines(const uint8_t* block, int run, const CodedRun& coded, uint8_t* out) {
     if constexpr (Quad < kRunLines) {
         constexpr Layout layout = layout_of(P);
         constexpr int lines = layout.group / 4, at = Quad / lines * layout.opened_bytes() + Quad % lines * kLineBytes;
-        _mm512_store_si512(out + at, opened_line<P, Quad, Signed>(block, run, values));
-        open_lines<P, Quad + 1, Signed>(block, run, values, out);
+        _mm512_store_si512(out + at, opened_line<P, Quad, Signed>(block, run, coded));
+        open_lines<P, Quad + 1, Signed>(block, run, coded, out);
     }
 }
 
@@ -206,8 +216,11 @@ static void open_blocks(const uint8_t* block, int64_t blocks, uint8_t* out) {
     for (; blocks > 0; --blocks, block += layout.bytes()) {
         if constexpr (in_codes(P)) spell_out<P>(block, values);
         read_factors<P>(block, (float*)(out + layout.opened_factors_at()), layout.opened_bytes() / int(sizeof(float)));
-        for (int run = 0; run < layout.runs(); ++run, out += OpenedBlock<P>::bytes)
-            open_lines<P, 0, Signed>(block, run, values, out);
+        for (int run = 0; run < layout.runs(); ++run, out += OpenedBlock<P>::bytes) {
+            CodedRun coded{};
+            if constexpr (in_codes(P)) coded = {signs_of_run<P>(block + layout.run_at(run)), values + run * kRun * kTileRows};
+            open_lines<P, 0, Signed>(block, run, coded, out);
+        }
     }
 }
 
