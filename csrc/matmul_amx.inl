@@ -93,8 +93,9 @@ CLLM_INLINE void scale_group(const PanelJob& job, int64_t g, __m512 (&acc)[T]) {
     const float* input_sums = job.sums + run * kPanelRows;
     alignas(64) float sums_of_16[kPanelRows];
     if constexpr (layout.has_min && layout.group == 16) {
-        const __m512 whole = _mm512_cvtepi32_ps(_mm512_loadu_si512(job.offsets16 + g * kPanelRows));
-        _mm512_store_ps(sums_of_16, _mm512_mul_ps(_mm512_loadu_ps(input_scales), _mm512_mul_ps(whole, _mm512_set1_ps(-0.0078125f))));
+        const __m512 of_128 = _mm512_cvtepi32_ps(_mm512_loadu_si512(job.offsets16 + g * kPanelRows));
+        const __m512 whole = _mm512_mul_ps(of_128, _mm512_set1_ps(kSumOfOffset));
+        _mm512_store_ps(sums_of_16, _mm512_mul_ps(_mm512_loadu_ps(input_scales), whole));
         input_sums = sums_of_16;
     }
     const Sums& sums = job.ring[g % kRing];

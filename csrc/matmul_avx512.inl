@@ -43,7 +43,7 @@ struct Inputs {
     template <int Group>
     CLLM_INLINE __m512 sum(int t, int64_t group) const {
         if constexpr (Group == kRun) return _mm512_set1_ps(sums[group * kPanelRows + t]);
-        const float whole = -0.0078125f * float(offsets[group * kPanelRows + t]);
+        const float whole = kSumOfOffset * float(offsets[group * kPanelRows + t]);
         return _mm512_set1_ps(scales[group * Group / kRun * kPanelRows + t] * whole);
     }
     // The offsets that remove the centre from a group's sum.

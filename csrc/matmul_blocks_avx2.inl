@@ -45,7 +45,9 @@ CLLM_INLINE __m256i signs_of_run(const uint8_t* run, int half) {
     constexpr Codes codes = codes_of(P);
     const __m256i dwords = load_half(run + codes.signs_at() + half * 32);
     if constexpr (!codes.even) return dwords;
-    const auto sevens = [&](int of) { return _mm256_and_si256(_mm256_slli_epi32(dwords, of), _mm256_set1_epi32(127 << 8 * of)); };
+    const auto sevens = [&](int of) {
+        return _mm256_and_si256(_mm256_slli_epi32(dwords, of), _mm256_set1_epi32(127 << 8 * of));
+    };
     const __m256i bytes = _mm256_or_si256(_mm256_or_si256(sevens(0), sevens(1)), _mm256_or_si256(sevens(2), sevens(3)));
     const __m256i folded = _mm256_and_si256(_mm256_xor_si256(bytes, _mm256_srli_epi32(bytes, 4)), _mm256_set1_epi8(15));
     return _mm256_or_si256(bytes, _mm256_shuffle_epi8(table_of(kOddOfFour), folded));

@@ -37,7 +37,9 @@ CLLM_INLINE __m512i signs_of_run(const uint8_t* run) {
     constexpr Codes codes = codes_of(P);
     const __m512i dwords = load_line(run + codes.signs_at());
     if constexpr (!codes.even) return dwords;
-    const auto sevens = [&](int of) { return _mm512_and_si512(_mm512_slli_epi32(dwords, of), _mm512_set1_epi32(127 << 8 * of)); };
+    const auto sevens = [&](int of) {
+        return _mm512_and_si512(_mm512_slli_epi32(dwords, of), _mm512_set1_epi32(127 << 8 * of));
+    };
     const __m512i bytes = _mm512_or_si512(_mm512_or_si512(sevens(0), sevens(1)), _mm512_or_si512(sevens(2), sevens(3)));
     const __m512i folded = _mm512_and_si512(_mm512_xor_si512(bytes, _mm512_srli_epi32(bytes, 4)), _mm512_set1_epi8(15));
     return _mm512_or_si512(bytes, _mm512_shuffle_epi8(table_of(kOddOfFour), folded));
@@ -101,7 +103,8 @@ CLLM_INLINE __m512i number(const uint8_t* lines) {
 // The number that group Group's scale is multiplied with; `numbers` is what follows the halves.
 template <Packing P, int Group>
 CLLM_INLINE __m512i number_of_scale(const uint8_t* block, const uint8_t* numbers) {
-    if constexpr (P == Packing::q6_k) return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(block + Group * kTileRows)));
+    if constexpr (P == Packing::q6_k)
+        return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(block + Group * kTileRows)));
     if constexpr (P == Packing::q2_k) return _mm512_and_si512(wide_bytes(numbers + Group * kTileRows), _mm512_set1_epi32(15));
     if constexpr (P == Packing::iq4_xs || in_codes(P)) {
         const __m512i dwords = _mm512_srli_epi32(load_line(block + nibble_at(P, Group)), nibble_bit(P, Group));

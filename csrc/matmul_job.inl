@@ -27,6 +27,8 @@ CLLM_INLINE constexpr Packing opened_like(Packing packing) {
     }
 }
 
+constexpr float kSumOfOffset = -1.0f / 128.0f;  // offsets are -128 times the sum of a group's inputs
+
 // Bits by which the offsets of a centre of 128 are shifted to the right for this one.
 CLLM_INLINE constexpr int shift_to(int centre) {
     int bits = 0;

@@ -3,46 +3,45 @@
 // A matrix has `rows` outputs and `cols` inputs. Rows are cut into tiles of 16; the last tile is filled up with zero rows.
 // A tile's bytes are contiguous and read once, front to back, as fast memory wants it: blocks of some columns, each of 16 rows.
 //
-//   columns  of each run of 32 columns             for the 16 rows                                       bytes of a block
-//   mxfp4 32   4 lines of nibbles                  exponents, a byte each, after the quants                         272
-//   iq4_nl 32  4 lines of nibbles                  f16 scales, after the quants                                     288
-//   q4_0  32   4 lines of nibbles                  f16 scales, after the quants                                     288
-//   q4_1  32   4 lines of nibbles                  f16 scales, f16 minima, after the quants                         320
-//   q5_0  32   4 lines of nibbles, 1 of fifth bits f16 scales, after the quants                                     352
-//   q5_1  32   4 lines of nibbles, 1 of fifth bits f16 scales, f16 minima, after the quants                         384
-//   q8_0  32   8 lines of signed bytes             f16 scales, after the quants                                     544
-//   q4_k 256   4 lines of nibbles                  first f16 scales, f16 scales of minima, three lines of numbers  2304
-//   q5_k 256   4 lines of nibbles, 1 of fifth bits the same                                                        2816
-//   q6_k 256   4 lines of nibbles, 2 of upper bits first int8 numbers of the 16 groups of 16 columns, f16 scales   3360
-//   iq4_xs 256 4 lines of nibbles                  first f16 scales, a line of nibbles, words of upper bits        2176
-//   q3_k 256   2 lines of twos, 1 of third bits    first f16 scales, three lines of numbers of the 16 groups       1760
-//   q2_k 256   2 lines of twos                     first f16 scales, f16 scales of minima, a byte for each group   1344
-//   iq3_s 256  8 codes, upper bits, signs          first f16 scales, a line of nibbles                             1760
-//   iq3_xxs 256 8 codes, signs                     first f16 scales                                                1568
-//   iq2_s 256  4 codes, upper bits, signs          first f16 scales, two lines of nibbles                          1312
-//   iq2_xs 256 4 codes, signs                      the same                                                        1184
-//   iq2_xxs 256 4 codes, signs                     first f16 scales                                                1056
+//   columns      of each run of 32 columns           for the 16 rows                                     bytes of a block
+//   q4_0     32  4 lines of nibbles                  f16 scales, after the quants                                     288
+//   q4_1     32  4 lines of nibbles                  f16 scales, f16 minima, after the quants                         320
+//   q5_0     32  4 lines of nibbles, 1 of fifth bits f16 scales, after the quants                                     352
+//   q5_1     32  4 lines of nibbles, 1 of fifth bits f16 scales, f16 minima, after the quants                         384
+//   q8_0     32  8 lines of signed bytes             f16 scales, after the quants                                     544
+//   mxfp4    32  4 lines of nibbles                  exponents, a byte each, after the quants                         272
+//   iq4_nl   32  4 lines of nibbles                  f16 scales, after the quants                                     288
+//   iq4_xs  256  4 lines of nibbles                  first f16 scales, a line of nibbles, words of upper bits        2176
+//   q2_k    256  2 lines of twos                     first f16 scales, f16 scales of minima, a byte for each group   1344
+//   q3_k    256  2 lines of twos, 1 of third bits    first f16 scales, three lines of numbers                        1760
+//   q4_k    256  4 lines of nibbles                  first f16 scales, f16 scales of minima, three lines of numbers  2304
+//   q5_k    256  4 lines of nibbles, 1 of fifth bits the same                                                        2816
+//   q6_k    256  4 lines of nibbles, 2 of upper bits first int8 numbers of the 16 groups of 16 columns, f16 scales   3360
+//   iq2_xxs 256  4 codes, signs                      first f16 scales                                                1056
+//   iq2_xs  256  4 codes, signs                      first f16 scales, two lines of nibbles                          1184
+//   iq2_s   256  4 codes, upper bits, signs          the same                                                        1312
+//   iq3_xxs 256  8 codes, signs                      first f16 scales                                                1568
+//   iq3_s   256  8 codes, upper bits, signs          first f16 scales, a line of nibbles                             1760
 //   f32, f16, bf16   for each column: 16 values
 //
 // A line is 64 bytes: byte 4*r + i belongs to row r. Of a run of 32 columns, which has 8 quads of columns, the byte has
 //   nibbles, line j           low: column 4*j + i, high: column 16 + 4*j + i     (quads j and j + 4)
-//   fifth bits                bit q: of column 4*q + i
-//   twos, line u              bits 2*k, 2*k + 1: of column 16*u + 4*k + i; so lie the two upper bits, too
+//   third or fifth bits       bit q: of column 4*q + i
+//   twos or upper bits,       bits 2*k, 2*k + 1: of column 16*u + 4*k + i
+//     line u
 //   signed bytes, line j      column 4*j + i
 // The nibbles of mxfp4 and iq4 stand for signed bytes (packed_codes.h).
-// The numbers of q4_k and q5_k have 6 bits; number n < 8 is of group n's scale, number 8 + n of its minimum. Line n / 5 holds
-// number n of row r at bits 6 * (n % 5) of its dword r; of the last number, line w has bits 2*w and 2*w + 1 at the top. Those of
-// q3_k, 32 more than what they stand for, are of its 16 scales. The byte g * 16 + r of q2_k has group g's scale in its low
-// nibble and its minimum in the high one.
 //
-// Nibbles of scales: dword r of line n has that of group 8 * n + k at bit 4 * k. Of iq4_xs, word r has two more bits of each, and
-// the number is 32 more than what it stands for.
+// The numbers of q3_k to q5_k have 6 bits; of q4_k and q5_k, number n < 8 is of group n's scale, number 8 + n of its minimum,
+// and those of q3_k are of its 16 scales, plus 32. Line n / 5 holds number n of row r at bits 6 * (n % 5) of its dword r; of
+// the last number, line w has bits 2*w and 2*w + 1 at the top. Byte 16*g + r of q2_k has group g's scale in its low nibble
+// and its minimum in the high one. Of a line of nibbles, dword r has those of groups 0 to 7, or of the second line 8 to 15,
+// from the lowest bits on. Of iq4_xs, word r has two more bits of each: the number is the scale's, plus 32.
 //
-// The codes of iq3 and iq2 stand for the magnitudes of 4 or 8 columns. Byte 16 * c + r is the low byte of code c of row r. Byte r of
-// the upper bits has one bit of each code of iq3_s, two of iq2_s. The signs are a line: dword r is of row r. Of iq3_s and iq2_s
-// bit c is the sign of column c. The others have 7 bits for 8 columns: the eighth makes the number of signs even. The top four bits
-// are the scale of iq3_xxs and iq2_xxs, and of iq2_xs the ninth bit of each code. A nibble of scale s
-// stands for 2 * s + 1.
+// A code stands for the magnitudes of 4 columns, or of iq2 of 8. Byte 16*c + r is the low byte of code c of row r; byte r of
+// the upper bits has one bit of each code of iq3_s, two of iq2_s. The signs are a line: dword r has those of row r, of iq3_s and
+// iq2_s a bit for each column, of the others 7 bits for 8 columns, whose last is such that an even number is set. The top four
+// bits are then the group's scale, or of iq2_xs the ninth bits of the codes. A scale s stands for 2*s + 1.
 //
 // The value of a weight is scale * (q - centre) + minimum, with the group's scale and minimum as f32: of super-blocks they
 // are the product of an f16 and a number, which f32 holds exactly, of minima with the sign changed.
