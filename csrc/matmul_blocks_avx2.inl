@@ -150,11 +150,11 @@ template <Packing P, int Group>
 CLLM_INLINE void scales_from(const Factors& from, float* to, int stride) {
     constexpr Layout layout = layout_of(P);
     if constexpr (Group < layout.groups()) {
-        const __m256i number = number_of_scale<P, Group>(from.block, from.numbers, from.half);
-        _mm256_store_ps(to, _mm256_mul_ps(from.scale, _mm256_cvtepi32_ps(number)));
+        const __m256i of_scale = number_of_scale<P, Group>(from.block, from.numbers, from.half);
+        _mm256_store_ps(to, _mm256_mul_ps(from.scale, _mm256_cvtepi32_ps(of_scale)));
         if constexpr (layout.has_min) {
-            const __m256i number = number_of_minimum<P, Group>(from.numbers, from.half);
-            _mm256_store_ps(to + kTileRows, _mm256_mul_ps(from.minimum, _mm256_cvtepi32_ps(number)));
+            const __m256i of_minimum = number_of_minimum<P, Group>(from.numbers, from.half);
+            _mm256_store_ps(to + kTileRows, _mm256_mul_ps(from.minimum, _mm256_cvtepi32_ps(of_minimum)));
         }
         scales_from<P, Group + 1>(from, to + stride, stride);
     }
