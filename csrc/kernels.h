@@ -112,7 +112,7 @@ constexpr int kCuts = 3;
 CLLM_INLINE int64_t weight_blocks(int64_t n) { return (n + kWeightBlock - 1) / kWeightBlock; }
 
 // Room for two opened tiles, or for what AMX needs beside the columns that it opens at a time.
-constexpr size_t kLeastMatmulScratch = 80 << 10;
+constexpr size_t kLeastMatmulScratch = 96 << 10;
 CLLM_INLINE size_t matmul_scratch_bytes(int64_t cols) {
     const size_t two_tiles = size_t(cols) * kOpenedColumnBytes * 2;
     return two_tiles > kLeastMatmulScratch ? two_tiles : kLeastMatmulScratch;

@@ -55,6 +55,7 @@ struct PanelJob {
     const int8_t* values;
     const float* scales;
     const float* sums;
+    const int32_t* offsets16;
     const uint8_t* opened;
     int64_t groups;
     Sums* ring;
@@ -90,6 +91,13 @@ CLLM_INLINE void scale_group(const PanelJob& job, int64_t g, __m512 (&acc)[T]) {
     const int64_t run = g * layout.group / kRun;
     const float* input_scales = job.scales + run * kPanelRows;
     const float* input_sums = job.sums + run * kPanelRows;
+    alignas(64) float sums_of_16[kPanelRows];
+    if constexpr (layout.has_min && layout.group == 16) {
+        const __m512 of_128 = _mm512_cvtepi32_ps(_mm512_loadu_si512(job.offsets16 + g * kPanelRows));
+        const __m512 whole = _mm512_mul_ps(of_128, _mm512_set1_ps(kSumOfOffset));
+        _mm512_store_ps(sums_of_16, _mm512_mul_ps(_mm512_loadu_ps(input_scales), whole));
+        input_sums = sums_of_16;
+    }
     const Sums& sums = job.ring[g % kRing];
     const __m512 scale = _mm512_load_ps(factors);
     const __m512 minimum = layout.has_min ? _mm512_load_ps(factors + kTileRows) : _mm512_setzero_ps();
@@ -126,8 +134,9 @@ static void add_panel(const PanelJob& whole, float (*totals)[kTileRows]) {
 
 // These are opened like the others.
 CLLM_INLINE constexpr Packing tiled_like(Packing packing) {
-    if (layout_of(packing).group == 16) return Packing::q6_k;
-    return layout_of(packing).has_min ? Packing::q4_1 : Packing::q4_0;
+    const Layout layout = layout_of(packing);
+    if (layout.group == 16) return layout.has_min ? Packing::q2_k : Packing::q6_k;
+    return layout.has_min ? Packing::q4_1 : Packing::q4_0;
 }
 
 // In quarters of a panel's rows; the results of rows beyond the last input are computed from arbitrary bytes and discarded.
@@ -156,7 +165,7 @@ static void multiply_tile(const TileJob& job, int64_t begin, int64_t end, TileSc
     for (int64_t column = 0; column < cols; column += kBlockCols) {
         const int64_t n_cols = std::min(kBlockCols, cols - column);
         const bool all = n_cols == cols, last = column + n_cols == cols;
-        open_blocks<P>(job.w.tile(job.tile) + column / layout.columns * layout.bytes(), n_cols / layout.columns, scratch.opened);
+        open_blocks<P, true>(job.w.tile(job.tile) + column / layout.columns * layout.bytes(), n_cols / layout.columns, scratch.opened);
         asm volatile("" : : : "memory");  // written before tiles are loaded, of which the compiler does not know what they read
         for (int64_t row = begin; row < end; row += kPanelRows) {
             const int64_t rows = std::min<int64_t>(kPanelRows, end - row), at = (row * runs + column / kRun * kPanelRows);
@@ -165,7 +174,7 @@ static void multiply_tile(const TileJob& job, int64_t begin, int64_t end, TileSc
             if (column == 0) std::memset(totals, 0, sizeof(float) * kTileRows * kPanelRows);
             for (int64_t t = 0; last && t < rows; ++t) __builtin_prefetch(out + t * job.out_stride, 1);
             const PanelJob panel{inputs.values + row * cols + column * kPanelRows, inputs.scales + at, inputs.sums + at,
-                                 scratch.opened, n_cols / layout.group, scratch.ring};
+                                 inputs.offsets16 + 2 * at, scratch.opened, n_cols / layout.group, scratch.ring};
             kAddPanel<tiled_like(P)>[(rows + 3) / 4](panel, totals);
             if (last) put_totals(totals, rows, job.w.rows - first, out, job.out_stride, job.add);
         }

@@ -38,12 +38,18 @@ struct Inputs {
         return _mm256_set1_epi32(four);
     }
     CLLM_INLINE __m256 scale(int t, int64_t run) const { return _mm256_set1_ps(scales[run * kPanelRows + t]); }
-    CLLM_INLINE __m256 sum(int t, int64_t run) const { return _mm256_set1_ps(sums[run * kPanelRows + t]); }
+    // Of the columns of a group, which is group `group` of the row.
+    template <int Group>
+    CLLM_INLINE __m256 sum(int t, int64_t group) const {
+        if constexpr (Group == kRun) return _mm256_set1_ps(sums[group * kPanelRows + t]);
+        const float whole = kSumOfOffset * float(offsets[group * kPanelRows + t]);
+        return _mm256_set1_ps(scales[group * Group / kRun * kPanelRows + t] * whole);
+    }
     // The offsets that remove the centre from a group's sum.
     template <int Centre>
     CLLM_INLINE __m256i offset(int t, int64_t group) const {
         const __m256i of_128 = _mm256_set1_epi32(offsets[group * kPanelRows + t]);
-        return Centre == 128 ? of_128 : _mm256_srai_epi32(of_128, Centre == 8 ? 4 : Centre == 16 ? 3 : 2);
+        return Centre == 128 ? of_128 : _mm256_srai_epi32(of_128, shift_to(Centre));
     }
 };
 
@@ -66,8 +72,11 @@ CLLM_INLINE void sum_quads(const Block& block, int run, const Inputs<T>& in, int
 
 #else
 
-// Quads of columns whose products fit int16 together: 2 * 127 * the largest quant each. None of signed bytes.
-CLLM_INLINE constexpr int quads_in_16_bits(int bits) { return bits == 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1; }
+// Quads of a group whose products fit int16 together: 2 * 127 * the largest quant each. None of signed bytes.
+CLLM_INLINE constexpr int quads_in_16_bits(const Layout& layout) {
+    const int fitting = layout.bits <= 4 ? 8 : layout.bits == 5 ? 4 : layout.bits == 6 ? 2 : 1, quads = layout.group / 4;
+    return fitting < quads ? fitting : quads;
+}
 
 // Adds in the order as written. Otherwise the compiler, which may reorder integer sums, computes all products of a group
 // first and spills them to memory.
@@ -113,7 +122,7 @@ CLLM_INLINE void add_signed_quad(const Block& block, int run, const Inputs<T>& i
 template <int Quad, int Last, class Block, int T>
 CLLM_INLINE void sum_quads(const Block& block, int run, const Inputs<T>& in, int64_t first_quad, __m256i (&sums)[2][T]) {
     if constexpr (Quad < Last) {
-        constexpr int step = quads_in_16_bits(Block::layout.bits);
+        constexpr int step = quads_in_16_bits(Block::layout);
         if constexpr (Block::layout.bits == 8) {
             add_signed_quad<Quad>(block, run, in, first_quad, sums);
         } else {
@@ -131,15 +140,18 @@ CLLM_INLINE void sum_quads(const Block& block, int run, const Inputs<T>& in, int
 
 #endif
 
-// A group's integer sums of a tile, of its upper and its lower eight rows, scaled onto accumulators that live in memory.
-template <bool HasMin, int T>
-CLLM_INLINE void scale_sums(const __m256i (&sums)[2][T], const float* factors, const Inputs<T>& in, int64_t run,
+// The integer sums of the row's group `group`, of a tile's upper and its lower eight rows, scaled onto accumulators that live
+// in memory.
+template <class Block, int T>
+CLLM_INLINE void scale_sums(const __m256i (&sums)[2][T], const float* factors, const Inputs<T>& in, int64_t group,
                             float (*acc)[kTileRows]) {
+    constexpr Layout layout = Block::layout;
     for (int t = 0; t < T; ++t) {
-        const __m256 input_scale = in.scale(t, run), input_sum = HasMin ? in.sum(t, run) : _mm256_setzero_ps();
+        const __m256 input_scale = in.scale(t, group * layout.group / kRun);
+        const __m256 input_sum = layout.has_min ? in.template sum<layout.group>(t, group) : _mm256_setzero_ps();
         for (int half = 0; half < 2; ++half) {
             __m256 total = _mm256_load_ps(acc[t] + half * 8);
-            if (HasMin) total = _mm256_fmadd_ps(_mm256_load_ps(factors + kTileRows + half * 8), input_sum, total);
+            if (layout.has_min) total = _mm256_fmadd_ps(_mm256_load_ps(factors + kTileRows + half * 8), input_sum, total);
             const __m256 scale = _mm256_mul_ps(_mm256_load_ps(factors + half * 8), input_scale);
             _mm256_store_ps(acc[t] + half * 8, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[half][t]), scale, total));
         }
@@ -159,7 +171,7 @@ CLLM_INLINE void add_run(const Block& block, int run, const Inputs<T>& in, int64
             sums[1][t] = sums[0][t];
         }
         sum_quads<Quad, Quad + quads>(block, run, in, at * kRunLines, sums);
-        scale_sums<layout.has_min>(sums, block.factors(run * groups + group), in, at, acc);
+        scale_sums<Block>(sums, block.factors(run * groups + group), in, at * groups + group, acc);
         add_run<Quad + quads>(block, run, in, at, acc);
     }
 }
@@ -191,12 +203,12 @@ static void run_tiles(const TileJob& job, int64_t row) {
 }
 
 // With few inputs memory is the limit, and four places at once are read faster.
-CLLM_INLINE int64_t tiles_together(int64_t inputs) { return inputs <= 2 ? 4 : 1; }
+CLLM_INLINE int64_t tiles_together(int64_t inputs, bool opened) { return inputs <= 2 && !opened ? 4 : 1; }
 
 // Inputs from which on it pays to open a tile: the more bits lie apart, the sooner.
 CLLM_INLINE int64_t opens_from(Packing packing) {
     const int bits = layout_of(packing).bits;
-    return bits == 5 || bits == 6 ? 9 : 25;
+    return in_codes(packing) ? 1 : bits == 5 || bits == 6 ? 9 : 25;
 }
 
 using RunTiles = void (*)(const TileJob&, int64_t);
@@ -217,7 +229,9 @@ CLLM_INLINE RunTiles run_packed(int64_t tiles, int64_t inputs) {
 
 CLLM_INLINE RunTiles run_tiles_of(Packing packing, bool opened, int64_t tiles, int64_t inputs) {
     return with_packing(packing, [&](auto p) {
-        return opened ? run_opened<OpenedBlock<opened_like(p)>>(inputs) : run_packed<PackedBlock<p>>(tiles, inputs);
+        if constexpr (!in_codes(p))
+            if (!opened) return run_packed<PackedBlock<p>>(tiles, inputs);
+        return run_opened<OpenedBlock<opened_like(p)>>(inputs);
     });
 }
 

@@ -39,12 +39,18 @@ struct Inputs {
         return all;
     }
     CLLM_INLINE __m512 scale(int t, int64_t run) const { return _mm512_set1_ps(scales[run * kPanelRows + t]); }
-    CLLM_INLINE __m512 sum(int t, int64_t run) const { return _mm512_set1_ps(sums[run * kPanelRows + t]); }
+    // Of the columns of a group, which is group `group` of the row.
+    template <int Group>
+    CLLM_INLINE __m512 sum(int t, int64_t group) const {
+        if constexpr (Group == kRun) return _mm512_set1_ps(sums[group * kPanelRows + t]);
+        const float whole = kSumOfOffset * float(offsets[group * kPanelRows + t]);
+        return _mm512_set1_ps(scales[group * Group / kRun * kPanelRows + t] * whole);
+    }
     // The offsets that remove the centre from a group's sum.
     template <int Centre>
     CLLM_INLINE __m512i offset(int t, int64_t group) const {
         const __m512i of_128 = _mm512_set1_epi32(offsets[group * kPanelRows + t]);
-        return Centre == 128 ? of_128 : _mm512_srai_epi32(of_128, Centre == 8 ? 4 : Centre == 16 ? 3 : 2);
+        return Centre == 128 ? of_128 : _mm512_srai_epi32(of_128, shift_to(Centre));
     }
 };
 
@@ -62,14 +68,16 @@ CLLM_INLINE void sum_quads(const Block (&blocks)[R], int run, const Inputs& in, 
     }
 }
 
-// One group's integer sums, scaled onto the float accumulators of one tile.
-template <bool HasMin, int T>
-CLLM_INLINE void scale_sums(const __m512i (&sums)[T], const float* factors, const Inputs& in, int64_t run, __m512 (&acc)[T]) {
+// The integer sums of the row's group `group`, scaled onto the float accumulators of one tile.
+template <class Block, int T>
+CLLM_INLINE void scale_sums(const __m512i (&sums)[T], const float* factors, const Inputs& in, int64_t group, __m512 (&acc)[T]) {
+    constexpr Layout layout = Block::layout;
     const __m512 scale = _mm512_load_ps(factors);
-    const __m512 minimum = HasMin ? _mm512_load_ps(factors + kTileRows) : _mm512_setzero_ps();
+    const __m512 minimum = layout.has_min ? _mm512_load_ps(factors + kTileRows) : _mm512_setzero_ps();
     for (int t = 0; t < T; ++t) {
-        if (HasMin) acc[t] = _mm512_fmadd_ps(minimum, in.sum(t, run), acc[t]);
-        acc[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[t]), _mm512_mul_ps(scale, in.scale(t, run)), acc[t]);
+        if (layout.has_min) acc[t] = _mm512_fmadd_ps(minimum, in.template sum<layout.group>(t, group), acc[t]);
+        const __m512 both = _mm512_mul_ps(scale, in.scale(t, group * layout.group / kRun));
+        acc[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[t]), both, acc[t]);
     }
 }
 
@@ -85,7 +93,7 @@ CLLM_INLINE void add_run(const Block (&blocks)[R], int run, const Inputs& in, in
                 sums[r][t] = layout.centre ? in.template offset<layout.centre>(t, at * groups + group) : _mm512_setzero_si512();
         sum_quads<Quad, Quad + quads>(blocks, run, in, at * kRunLines, sums);
         for (int r = 0; r < R; ++r)
-            scale_sums<layout.has_min>(sums[r], blocks[r].factors(run * groups + group), in, at, acc[r]);
+            scale_sums<Block>(sums[r], blocks[r].factors(run * groups + group), in, at * groups + group, acc[r]);
         add_run<Quad + quads>(blocks, run, in, at, acc);
     }
 }
@@ -128,7 +136,7 @@ static void run_tiles(const TileJob& job, int64_t row) {
 
 // Two, so that with 6 inputs the 12 integer and 12 float accumulators fit the 32 registers. With few inputs memory is the
 // limit, and four places at once are read faster.
-CLLM_INLINE int64_t tiles_together(int64_t inputs) { return inputs <= 2 ? 4 : 2; }
+CLLM_INLINE int64_t tiles_together(int64_t inputs, bool opened) { return inputs <= 2 && !opened ? 4 : 2; }
 
 #if defined(CLLM_AMX)
 constexpr bool kOpens = false;  // many inputs are for AMX, which opens tiles in its own way
@@ -137,7 +145,7 @@ constexpr bool kOpens = true;
 #endif
 
 // Inputs from which on it pays to open a tile.
-CLLM_INLINE int64_t opens_from(Packing) { return kOpens ? 13 : INT64_MAX; }
+CLLM_INLINE int64_t opens_from(Packing packing) { return in_codes(packing) ? 1 : kOpens ? 13 : INT64_MAX; }
 
 using RunTiles = void (*)(const TileJob&, int64_t);
 
@@ -155,9 +163,9 @@ CLLM_INLINE RunTiles run_block(int64_t tiles, int64_t inputs) {
 
 CLLM_INLINE RunTiles run_tiles_of(Packing packing, [[maybe_unused]] bool opened, int64_t tiles, int64_t inputs) {
     return with_packing(packing, [&](auto p) {
-        if constexpr (kOpens)
-            if (opened) return run_block<OpenedBlock<opened_like(p)>>(tiles, inputs);
-        return run_block<PackedBlock<p>>(tiles, inputs);
+        if constexpr (kOpens || in_codes(p))
+            if (in_codes(p) || opened) return run_block<OpenedBlock<opened_like(p)>>(tiles, inputs);
+        if constexpr (!in_codes(p)) return run_block<PackedBlock<p>>(tiles, inputs);
     });
 }
 

@@ -54,11 +54,12 @@ static void quant_tile(const Layout& layout, const uint8_t* group, const QuantRo
         const float* factors = (const float*)(group + layout.opened_factors_at());
         const int64_t at = (panel * runs + g * layout.group / kRun) * kPanelRows + lane;
         const int32_t offset = layout.bits == 8 ? 0 : offsets[g * kPanelRows] / 128 * layout.centre;
+        const float sum = layout.group == kRun ? a.sums[at] : a.scales[at] * float(offsets[g * kPanelRows] / -128);
         int32_t sums[kTileRows];
         for (int r = 0; r < kTileRows; ++r) sums[r] = offset;
         sum_group(group, layout.group / 4, layout.bits == 8, values + g * layout.group * kPanelRows, sums);
         for (int r = 0; r < kTileRows; ++r) {
-            if (layout.has_min) results[r] += factors[kTileRows + r] * a.sums[at];
+            if (layout.has_min) results[r] += factors[kTileRows + r] * sum;
             results[r] += float(sums[r]) * (factors[r] * a.scales[at]);
         }
     }

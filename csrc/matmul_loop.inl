@@ -10,7 +10,7 @@ static void matmul(const PackedMatrix& w, const QuantRows& quants, const float* 
     for (int64_t begin = 0; begin < m; begin += stretch) {
         const int64_t end = begin + stretch < m ? begin + stretch : m;
         const bool opens = end - begin >= opens_from(w.packing);
-        int64_t tiles = tiles_together(end - begin);
+        int64_t tiles = tiles_together(end - begin, opens);
         for (int64_t tile = first_tile; tile < last_tile; tile += tiles) {
             while (tiles > last_tile - tile) tiles /= 2;
             for (int64_t r = 0; opens && r < tiles; ++r) open_tile(w, tile + r, scratch + size_t(r) * w.opened_bytes());

@@ -17,12 +17,15 @@ CLLM_INLINE T read_as(const uint8_t* from) {
     return value;
 }
 
-// A block of one row: one byte a quant, as the opened form has them (of q8_0 signed), the halves, and the numbers of the
-// groups: of q4_k and q5_k 8 of scales and 8 of minima, of q6_k 16 signed ones of scales.
+// A block of one row: one byte a quant, as it is stored (of q8_0 signed), the halves, and the numbers of the groups: of q4_k
+// and q5_k 8 of scales and 8 of minima, of q6_k 16 signed ones of scales, of mxfp4 the exponent, otherwise as packed.h has
+// them. Types in codes have no quants but codes and, for each run, signs.
 struct RawBlock {
     alignas(16) uint8_t quants[256] = {};
     uint16_t scale = 0, minimum = 0;
     uint8_t numbers[16] = {};
+    uint16_t codes[64] = {};
+    uint32_t signs[8] = {};
 
     CLLM_INLINE bool finite() const { return (scale & 0x7c00u) != 0x7c00u && (minimum & 0x7c00u) != 0x7c00u; }
 };
@@ -155,6 +158,138 @@ struct Q6K {
     }
 };
 
+struct MXFP4 {
+    static constexpr Packing packing = Packing::mxfp4;
+    static constexpr int columns = 32, bytes = 17;
+    static CLLM_INLINE void read(const uint8_t* raw, RawBlock& block) {
+        constexpr uint8_t largest = 252;  // of exponents whose largest weight is finite
+        block.numbers[0] = raw[0];
+        block.scale = raw[0] > largest ? 0x7c00 : 0;
+        read_nibbles(raw + 1, block.quants);
+    }
+};
+
+struct IQ4NL {
+    static constexpr Packing packing = Packing::iq4_nl;
+    static constexpr int columns = 32, bytes = 18;
+    static CLLM_INLINE void read(const uint8_t* raw, RawBlock& block) {
+        block.scale = read_as<uint16_t>(raw);
+        read_nibbles(raw + 2, block.quants);
+    }
+};
+
+CLLM_INLINE uint8_t read_nibble(const uint8_t* nibbles, int k) { return nibbles[k / 2] >> 4 * (k % 2) & 15; }
+
+struct IQ4XS {
+    static constexpr Packing packing = Packing::iq4_xs;
+    static constexpr int columns = 256, bytes = 136;
+    static CLLM_INLINE void read(const uint8_t* raw, RawBlock& block) {
+        block.scale = read_as<uint16_t>(raw);
+        const uint16_t upper = read_as<uint16_t>(raw + 2);
+        for (int g = 0; g < 8; ++g) {
+            block.numbers[g] = uint8_t(read_nibble(raw + 4, g) | (upper >> 2 * g & 3) << 4);
+            read_nibbles(raw + 8 + 16 * g, block.quants + 32 * g);
+        }
+    }
+};
+
+// Of each half of a block: 32 bytes, which have two bits of each of four columns that are 32 apart.
+CLLM_INLINE void read_twos(const uint8_t* twos, uint8_t* quants) {
+    for (int run = 0; run < 8; ++run)
+        for (int k = 0; k < 32; ++k) quants[32 * run + k] = twos[run / 4 * 32 + k] >> 2 * (run % 4) & 3;
+}
+
+struct Q3K {
+    static constexpr Packing packing = Packing::q3_k;
+    static constexpr int columns = 256, bytes = 110;
+    static CLLM_INLINE void read(const uint8_t* raw, RawBlock& block) {
+        read_twos(raw + 32, block.quants);
+        for (int c = 0; c < 256; ++c) block.quants[c] = uint8_t(block.quants[c] | (raw[c % 32] >> c / 32 & 1) << 2);
+        const uint8_t* bits = raw + 96;  // low nibbles of the numbers k and k + 8, then the upper bits of every fourth number
+        for (int k = 0; k < 16; ++k)
+            block.numbers[k] = uint8_t((bits[k % 8] >> k / 8 * 4 & 15) | (bits[8 + k % 4] >> k / 4 * 2 & 3) << 4);
+        block.scale = read_as<uint16_t>(raw + 108);
+    }
+};
+
+struct Q2K {
+    static constexpr Packing packing = Packing::q2_k;
+    static constexpr int columns = 256, bytes = 84;
+    static CLLM_INLINE void read(const uint8_t* raw, RawBlock& block) {
+        std::memcpy(block.numbers, raw, 16);
+        read_twos(raw + 16, block.quants);
+        block.scale = read_as<uint16_t>(raw + 80);
+        block.minimum = read_as<uint16_t>(raw + 82);
+    }
+};
+
+// Codes of a low byte each and, in other bytes, `upper` more bits.
+CLLM_INLINE void read_codes(const uint8_t* low, const uint8_t* high, int upper, RawBlock& block) {
+    const int codes = upper == 1 ? 64 : 32, together = 8 / upper;
+    for (int c = 0; c < codes; ++c)
+        block.codes[c] = uint16_t(low[c] | (high[c / together] >> c % together * upper & ((1 << upper) - 1)) << 8);
+}
+
+struct IQ3S {
+    static constexpr Packing packing = Packing::iq3_s;
+    static constexpr int columns = 256, bytes = 110;
+    static CLLM_INLINE void read(const uint8_t* raw, RawBlock& block) {
+        block.scale = read_as<uint16_t>(raw);
+        read_codes(raw + 2, raw + 66, 1, block);
+        std::memcpy(block.signs, raw + 74, sizeof block.signs);
+        for (int g = 0; g < 8; ++g) block.numbers[g] = read_nibble(raw + 106, g);
+    }
+};
+
+struct IQ3XXS {
+    static constexpr Packing packing = Packing::iq3_xxs;
+    static constexpr int columns = 256, bytes = 98;
+    static CLLM_INLINE void read(const uint8_t* raw, RawBlock& block) {
+        block.scale = read_as<uint16_t>(raw);
+        for (int c = 0; c < 64; ++c) block.codes[c] = raw[2 + c];
+        std::memcpy(block.signs, raw + 66, sizeof block.signs);
+    }
+};
+
+struct IQ2S {
+    static constexpr Packing packing = Packing::iq2_s;
+    static constexpr int columns = 256, bytes = 82;
+    static CLLM_INLINE void read(const uint8_t* raw, RawBlock& block) {
+        block.scale = read_as<uint16_t>(raw);
+        read_codes(raw + 2, raw + 66, 2, block);
+        std::memcpy(block.signs, raw + 34, sizeof block.signs);
+        for (int g = 0; g < 16; ++g) block.numbers[g] = read_nibble(raw + 74, g);
+    }
+};
+
+struct IQ2XS {
+    static constexpr Packing packing = Packing::iq2_xs;
+    static constexpr int columns = 256, bytes = 74;
+    static CLLM_INLINE void read(const uint8_t* raw, RawBlock& block) {
+        block.scale = read_as<uint16_t>(raw);
+        for (int run = 0; run < 8; ++run) block.signs[run] = 0;
+        for (int c = 0; c < 32; ++c) {
+            const uint16_t word = read_as<uint16_t>(raw + 2 + 2 * c);  // nine bits of a code, seven of signs
+            block.codes[c] = word & 511;
+            block.signs[c / 4] |= uint32_t(word >> 9) << 7 * (c % 4) | uint32_t(word >> 8 & 1) << (28 + c % 4);
+        }
+        for (int g = 0; g < 16; ++g) block.numbers[g] = read_nibble(raw + 66, g);
+    }
+};
+
+struct IQ2XXS {
+    static constexpr Packing packing = Packing::iq2_xxs;
+    static constexpr int columns = 256, bytes = 66;
+    static CLLM_INLINE void read(const uint8_t* raw, RawBlock& block) {
+        block.scale = read_as<uint16_t>(raw);
+        for (int run = 0; run < 8; ++run) {
+            const uint8_t* from = raw + 2 + 8 * run;
+            for (int c = 0; c < 4; ++c) block.codes[4 * run + c] = from[c];
+            block.signs[run] = read_as<uint32_t>(from + 4);
+        }
+    }
+};
+
 template <class Word, Packing kPacking, uint32_t kExponent>
 struct Floats {
     using word = Word;
@@ -181,6 +316,16 @@ auto with_format(GgmlType type, Blocks blocks, Plain floats) {
         case GgmlType::q4_k: return blocks(Q4K());
         case GgmlType::q5_k: return blocks(Q5K());
         case GgmlType::q6_k: return blocks(Q6K());
+        case GgmlType::mxfp4: return blocks(MXFP4());
+        case GgmlType::iq4_nl: return blocks(IQ4NL());
+        case GgmlType::iq4_xs: return blocks(IQ4XS());
+        case GgmlType::q3_k: return blocks(Q3K());
+        case GgmlType::q2_k: return blocks(Q2K());
+        case GgmlType::iq3_s: return blocks(IQ3S());
+        case GgmlType::iq3_xxs: return blocks(IQ3XXS());
+        case GgmlType::iq2_s: return blocks(IQ2S());
+        case GgmlType::iq2_xs: return blocks(IQ2XS());
+        case GgmlType::iq2_xxs: return blocks(IQ2XXS());
     }
     throw std::invalid_argument("weights of GGML type " + std::to_string(int(type)) + " cannot be read");
 }

@@ -164,7 +164,7 @@ UNSUPPORTED: list[tuple[Callable[[TinyModel], TinyModel], str]] = [
     (with_tensor("blk.00.attn_norm.weight", float_tensor(np.ones(64))), "the tensor blk.00.attn_norm.weight"),
     (with_tensor("output.bias", float_tensor(np.ones(320))), "the tensor output.bias"),
     (with_tensor("a\nb", float_tensor(np.ones(3))), r"the tensor 'a\nb'"),
-    (with_tensor("output.weight", Tensor(Type.Q2_K, np.zeros((320, 84), np.uint8))), "output.weight is of type Q2_K"),
+    (with_tensor("output.weight", Tensor(Type.IQ1_M, np.zeros((320, 56), np.uint8))), "output.weight is of type IQ1_M"),
     (with_tensor("output_norm.weight", Tensor(Type.F64, np.zeros(512, np.uint8))), "norm.weight is of type F64"),
     (with_tensor("rope_freqs.weight", Tensor(Type.F16, np.ones(16, np.uint8))), "rope_freqs.weight is of type F16"),
 ]
@@ -279,9 +279,9 @@ def test_values_that_are_not_finite_are_refused_by_tensor(tmp_path: Path, weight
     for name in ("token_embd.weight", "blk.0.ffn_down.weight", "blk.0.attn_norm.weight"):
         tensor = model.tensors[name]
         raw = tensor.raw.copy().reshape(-1)
-        # All ones is a NaN of every type of number, and the last two bytes lie in the scale of Q6_K.
-        for at in (slice(0, 4), slice(raw.size - 2, raw.size)) if tensor.type is Type.Q6_K else (slice(0, 4),):
-            raw[at] = 0xFF
+        raw[:4] = 0xFF  # a NaN of every type of number
+        if tensor.type in (Type.Q6_K, Type.Q3_K, Type.Q2_K):  # which have a scale or minimum at the end
+            raw[-2:] = 0xFF
         broken = model.with_tensors({name: Tensor(tensor.type, raw.reshape(tensor.raw.shape))})
         message = refusal(broken, tmp_path)
         assert f"the tensor {name} cannot be used: " in message

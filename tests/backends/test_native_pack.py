@@ -23,7 +23,18 @@ HALVES: dict[Type, tuple[int, ...]] = {
     Type.Q4_K: (0, 2),
     Type.Q5_K: (0, 2),
     Type.Q6_K: (208,),
+    Type.IQ4_NL: (0,),
+    Type.IQ4_XS: (0,),
+    Type.Q3_K: (108,),
+    Type.Q2_K: (80, 82),
+    Type.IQ3_S: (0,),
+    Type.IQ3_XXS: (0,),
+    Type.IQ2_S: (0,),
+    Type.IQ2_XS: (0,),
+    Type.IQ2_XXS: (0,),
 }
+LARGEST_EXPONENT = 252
+"""Of MXFP4, that leaves twelve times the scale finite."""
 FLOATS = {Type.F32: (np.uint32, 0x7F80_0000), Type.F16: (np.uint16, 0x7C00), Type.BF16: (np.uint16, 0x7F80)}
 
 ALL_TYPES = pytest.mark.parametrize("kind", WEIGHT_TYPES.values(), ids=list(WEIGHT_TYPES))
@@ -44,7 +55,9 @@ def any_blocks(rng: np.random.Generator, kind: Type, rows: int, blocks: int) -> 
         words[words & word(exponent) == exponent] &= word(np.iinfo(word).max ^ exponent)
         return words.view(np.uint8)
     raw = rng.integers(0, 256, (rows * blocks, block_bytes), np.uint8)
-    for offset in HALVES[kind]:
+    if kind is Type.MXFP4:
+        raw[:, 0] %= LARGEST_EXPONENT + 1
+    for offset in HALVES.get(kind, ()):
         halves = rng.integers(0, 0x7C00, rows * blocks, np.uint16) | rng.integers(0, 2, rows * blocks, np.uint16) << 15
         raw[:, offset : offset + 2] = halves.astype(np.uint16).reshape(-1, 1).view(np.uint8)
     return raw.reshape(rows, blocks * block_bytes)
@@ -81,7 +94,9 @@ def test_extreme_quants_with_the_largest_scales_come_back(kind: Type, filling: i
         raw = np.full((17, 4 * 5), filling & 0x7B, np.uint8)
     else:
         blocks = np.full((17 * 3, GGML_QUANT_SIZES[kind][1]), filling, np.uint8)
-        for offset in HALVES[kind]:
+        if kind is Type.MXFP4:
+            blocks[:, 0] = LARGEST_EXPONENT
+        for offset in HALVES.get(kind, ()):
             blocks[:, offset : offset + 2] = np.float16(-65504).reshape(1).view(np.uint8)
         raw = blocks.reshape(17, -1)
     assert_same_weights(kind, raw)
@@ -95,7 +110,7 @@ def test_one_scale_or_weight_that_is_not_finite_is_found_anywhere(kind: Type, ba
     for row, block in ((0, 0), (15, 1), (18, 2)):
         for offset in HALVES.get(kind, (0,)):
             raw = any_blocks(np.random.default_rng(2), kind, rows, blocks).reshape(rows, blocks, block_bytes)
-            raw[row, block, offset : offset + min(block_bytes, 4 if kind is Type.F32 else 2)] = spelled(kind, bad)
+            raw[row, block, offset : offset + len(spelled(kind, bad))] = spelled(kind, bad)
             with pytest.raises(ValueError, match="finite"):
                 roundtrip(kind, raw.reshape(rows, -1))
 
@@ -103,6 +118,8 @@ def test_one_scale_or_weight_that_is_not_finite_is_found_anywhere(kind: Type, ba
 def spelled(kind: Type, value: float) -> Bytes:
     if kind is Type.F32:
         return np.float32(value).reshape(1).view(np.uint8)
+    if kind is Type.MXFP4:
+        return np.array([255 if np.isnan(value) else LARGEST_EXPONENT + 1], np.uint8)
     if kind is Type.BF16:
         return np.float32(value).reshape(1).view(np.uint8)[2:]
     return np.float16(value).reshape(1).view(np.uint8)
@@ -111,7 +128,7 @@ def spelled(kind: Type, value: float) -> Bytes:
 @pytest.mark.parametrize(
     ("kind", "rows", "cols", "size"),
     [
-        (10, 1, 256, 84),  # Q2_K, which is not read
+        (29, 1, 256, 56),  # IQ1_M, which is not read
         (-1, 1, 32, 128),
         (0, 0, 32, 0),
         (0, 1, 0, 0),

@@ -22,12 +22,18 @@ Floats = NDArray[np.float32]
 
 WEIGHT_TYPES: dict[str, GGMLQuantizationType] = {
     "f32": Type.F32, "f16": Type.F16, "bf16": Type.BF16, "q4_0": Type.Q4_0, "q4_1": Type.Q4_1, "q5_0": Type.Q5_0,
-    "q5_1": Type.Q5_1, "q8_0": Type.Q8_0, "q4_k": Type.Q4_K, "q5_k": Type.Q5_K, "q6_k": Type.Q6_K,
+    "q5_1": Type.Q5_1, "q8_0": Type.Q8_0, "q4_k": Type.Q4_K, "q5_k": Type.Q5_K, "q6_k": Type.Q6_K, "mxfp4": Type.MXFP4,
+    "iq4_nl": Type.IQ4_NL, "iq4_xs": Type.IQ4_XS, "q3_k": Type.Q3_K, "q2_k": Type.Q2_K, "iq3_s": Type.IQ3_S,
+    "iq3_xxs": Type.IQ3_XXS, "iq2_s": Type.IQ2_S, "iq2_xs": Type.IQ2_XS, "iq2_xxs": Type.IQ2_XXS,
 }  # fmt: skip
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 # What a matrix gets whose rows are no whole number of blocks, as llama.cpp's own quantiser does it.
-_FALLBACKS = {Type.Q4_K: Type.Q5_0, Type.Q5_K: Type.Q5_1, Type.Q6_K: Type.Q8_0}
+_FALLBACKS = {
+    Type.Q4_K: Type.Q5_0, Type.Q5_K: Type.Q5_1, Type.Q6_K: Type.Q8_0,
+    **dict.fromkeys((Type.IQ4_XS, Type.Q3_K, Type.Q2_K, Type.IQ3_S, Type.IQ3_XXS), Type.IQ4_NL),
+    **dict.fromkeys((Type.IQ2_S, Type.IQ2_XS, Type.IQ2_XXS), Type.IQ4_NL),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -215,8 +221,8 @@ def random_matrix(
         kind = _FALLBACKS.get(kind, Type.F16)
     if cols % GGML_QUANT_SIZES[kind][0]:
         kind = Type.F16
-    if kind in _K_BLOCKS:
-        blocks = _K_BLOCKS[kind](rng, rows * cols // 256, spread)
+    if kind in _BLOCKS:
+        blocks = _BLOCKS[kind](rng, rows * cols // GGML_QUANT_SIZES[kind][0], spread)
         return Tensor(kind, blocks.reshape(rows, -1))
     values = rng.normal(0, spread, (rows, cols)).astype(np.float32)
     return Tensor(kind, np.ascontiguousarray(quantize(values, kind)).view(np.uint8))
@@ -228,7 +234,7 @@ def dequantized(raw: Bytes, kind: GGMLQuantizationType) -> Floats:
     return np.asarray(dequantize(raw, kind), np.float32)
 
 
-# The package gguf reads blocks of 256 but does not write them, so these are made of random quants and sane scales.
+# The package gguf reads these types but does not write them, so their blocks are of random quants and sane scales.
 
 
 def _halves(values: NDArray[Any]) -> Bytes:
@@ -269,10 +275,42 @@ def _q6_k(rng: np.random.Generator, count: int, spread: float) -> Bytes:
     return np.concatenate([_random_bytes(rng, count, 128 + 64), scales.view(np.uint8), _halves(d)], axis=1)
 
 
-_K_BLOCKS: dict[GGMLQuantizationType, Callable[[np.random.Generator, int, float], Bytes]] = {
+def _q3_k(rng: np.random.Generator, count: int, spread: float) -> Bytes:
+    d = spread / (18 * 8 / 12**0.5) * rng.uniform(0.8, 1.2, count)
+    return np.concatenate([_random_bytes(rng, count, 32 + 64 + 12), _halves(d)], axis=1)
+
+
+def _q2_k(rng: np.random.Generator, count: int, spread: float) -> Bytes:
+    scales = rng.integers(5, 16, (count, 16))
+    minima = np.clip(scales + rng.integers(-1, 2, (count, 16)), 0, 15)
+    d = spread / (10 * 4 / 12**0.5) * rng.uniform(0.8, 1.2, count)
+    heads = (scales | minima << 4).astype(np.uint8)
+    return np.concatenate([heads, _random_bytes(rng, count, 64), _halves(d), _halves(d * 1.5)], axis=1)
+
+
+def _headed_by_scale(quants: int, size: float) -> Callable[[np.random.Generator, int, float], Bytes]:
+    """A scale, then bytes of any value: numbers times `size` is what they make of a scale of 1, by its deviation."""
+
+    def draw(rng: np.random.Generator, count: int, spread: float) -> Bytes:
+        d = spread / size * rng.uniform(0.8, 1.2, count)
+        return np.concatenate([_halves(d), _random_bytes(rng, count, quants)], axis=1)
+
+    return draw
+
+
+_BLOCKS: dict[GGMLQuantizationType, Callable[[np.random.Generator, int, float], Bytes]] = {
     Type.Q4_K: _q4_k,
     Type.Q5_K: _q5_k,
     Type.Q6_K: _q6_k,
+    Type.Q3_K: _q3_k,
+    Type.Q2_K: _q2_k,
+    Type.IQ4_NL: _headed_by_scale(16, 70.0),
+    Type.IQ4_XS: _headed_by_scale(134, 70.0 * 18.5),
+    Type.IQ3_S: _headed_by_scale(108, 8.0 * 18.5),
+    Type.IQ3_XXS: _headed_by_scale(96, 30.0 * 4.6),
+    Type.IQ2_S: _headed_by_scale(80, 23.0 * 2.3),
+    Type.IQ2_XS: _headed_by_scale(72, 23.0 * 2.3),
+    Type.IQ2_XXS: _headed_by_scale(64, 23.0 * 2.3),
 }
 
 

@@ -38,6 +38,9 @@ def logits_of_all(path: Path, tokens: list[int]) -> Floats:
         return found
 
 
+FEW_BITS = ("mxfp4", "iq4_nl", "iq4_xs", "q3_k", "q2_k", "iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs")
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -47,6 +50,7 @@ def logits_of_all(path: Path, tokens: list[int]) -> Floats:
         {"arch": "qwen2", "weight_type": "q8_0"},
         {"arch": "qwen3", "n_embd": 256, "weight_type": "q4_k", "types": {"ffn_down": "q6_k"}, "head_dim": 32},
         {"arch": "qwen3", "weight_type": "bf16", "tied": True},
+        *({"arch": "llama", "n_embd": 256, "n_ff": 256, "weight_type": kind} for kind in FEW_BITS),
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )
@@ -56,7 +60,7 @@ def test_small_models_are_what_native_computes(options: dict[str, object], tmp_p
     rig = Rig(path, threads=1)
     expected = rig.all_logits(TOKENS, rig.table(len(TOKENS)))
     found = logits_of_all(path, TOKENS)
-    rounded = options.get("weight_type", "f32") in ("q8_0", "q4_k")
+    rounded = options.get("weight_type", "f32") in ("q8_0", "q4_k", *FEW_BITS)
     error = np.sqrt(np.square(found - expected).mean()) / expected.std()
     assert error < (0.05 if rounded else 2e-3), error
     assert (found.argmax(1) == expected.argmax(1)).mean() > (0.8 if rounded else 0.97)
