@@ -15,8 +15,7 @@ from cllm.config.line_pattern import LinePattern, PatternError
 from cllm.config.schema import BILLING_HEADER
 from cllm.llm import AsyncLLM
 from cllm.server.app import create_app
-from cllm.text.chat_template import HEAD_CHARACTERS, HEAD_MESSAGES, LINE_CHARACTERS
-from cllm.text.volatile import VolatilePatterns
+from cllm.text.volatile import HEAD_CHARACTERS, HEAD_MESSAGES, LINE_CHARACTERS, VolatilePatterns
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1.100.7b4; cc_entrypoint=cli; cch={};"
 RULES = "You are a coding agent.\nBe brief; a=b; is no header.\n\nRules follow."
