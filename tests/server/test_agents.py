@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from agent_shapes import AGENTS, Agent, read_answer, second_turn
 
+from agent_shapes import AGENTS, Agent, read_answer, second_turn
 from http_kit import client_for
 from scripted_llm import ScriptedLLM
 
