@@ -78,7 +78,7 @@ def multiply_row_by_row() -> None:
 def decoder(
     *, norms: bool = False, group: int = 2, head_dim: int = 16, n_layers: int = 2, kv_heads: int = 2
 ) -> ModelSpec:
-    return make_spec(n_layers, 64, kv_heads * group, kv_heads, head_dim, 96, 100, qk_norm=norms)
+    return make_spec(n_layers, 64, kv_heads * group, kv_heads, head_dim, 96, 100, qk_norm="head" if norms else "")
 
 
 def chunk(tokens: Sequence[int], start: int, blocks: Sequence[int]) -> Chunk:

@@ -30,7 +30,7 @@ from spec_kit import make_spec
 from torch_kit import BLOCK, chunk, random_tokens
 
 CPU = torch.device("cpu")
-SPEC = make_spec(2, 64, 6, 2, 32, 96, 320, qkv_bias=True, qk_norm=True)
+SPEC = make_spec(2, 64, 6, 2, 32, 96, 320, qkv_bias=True, qk_norm="head")
 ATTENTION, N_FF = SPEC.layers[0].attention, SPEC.layers[0].feed_forward.size
 
 

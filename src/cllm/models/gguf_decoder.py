@@ -69,7 +69,7 @@ def decoder_spec(model: GGUFModel) -> ModelSpec:
         sizes.attention,
         rotation=_read_rotation(model),
         qkv_bias=any(name.endswith(_QKV_BIASES) for name in model.tensors),
-        qk_norm=architecture == "qwen3",
+        qk_norm="head" if architecture == "qwen3" else "",
     )
     return replace(model.spec, layers=(LayerSpec(attention, feed_forward),) * model.spec.n_layers, rms_eps=eps)
 
@@ -174,7 +174,7 @@ def _unsupported_heads(model: GGUFModel) -> str | None:
 
 def _unsupported_tensors(model: GGUFModel, types: Container[int]) -> str | None:
     architecture, spec = model.spec.architecture, replace(model.spec, tied=False)
-    attention = replace(spec.layers[0].attention, qkv_bias=True, qk_norm=architecture == "qwen3")
+    attention = replace(spec.layers[0].attention, qkv_bias=True, qk_norm="head" if architecture == "qwen3" else "")
     known = {item.name for item in outer_tensors(spec)} | ({ROPE_FREQS} if architecture == "llama" else set())
     in_layers = {item.name for item in layer_tensors(LayerSpec(attention), spec.n_embd, 0)}
     for name, info in model.tensors.items():

@@ -60,7 +60,7 @@ def read_config(fields: Fields) -> ModelSpec:
         rotation=rotation,
         qkv_bias=architecture == "qwen2" or has_bias,
         output_bias=architecture != "qwen2" and has_bias,
-        qk_norm=architecture == "qwen3",
+        qk_norm="head" if architecture == "qwen3" else "",
     )
     layer = LayerSpec(attention, FeedForwardSpec(fields.size("intermediate_size")))
     return ModelSpec(

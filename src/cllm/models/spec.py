@@ -1,8 +1,10 @@
 """What a model is, in numbers: one description for files of either format and for every backend.
 
     ModelSpec ── layers: (LayerSpec, …)      equal layers are one object
-                          ├── attention      heads, their sizes, and how positions turn them
+                          ├── attention      heads, their sizes, how positions turn them, how far they look back
                           └── feed_forward
+
+Layers may differ in all of this. What a model does not have is a default that changes nothing.
 
 A GGUF file that only llama.cpp can run states less than that: its layers have no rotation, and sizes of zero.
 """
@@ -10,6 +12,7 @@ A GGUF file that only llama.cpp can run states less than that: its layers have n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from cllm.kv.sizing import KV_TYPES
 
@@ -29,6 +32,16 @@ class Rotation:
     """Positions are divided by this."""
     divisors: tuple[float, ...] | None = None
     """By how much the turning of each pair of dimensions is slowed down beside that."""
+    magnitude: float = 1.0
+    """Turned dimensions are multiplied by this, in queries and in keys (YaRN, LongRoPE)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Temperature:
+    """Queries are multiplied by 1 + beta * log(1 + floor(position / context)): sharper far into a text."""
+
+    beta: float
+    context: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +51,26 @@ class AttentionSpec:
     head_dim_k: int
     head_dim_v: int
     rotation: Rotation | None = None
+    """None: positions do not matter to this layer (NoPE)."""
     qkv_bias: bool = False
     output_bias: bool = False
-    qk_norm: bool = False
-    """Whether the queries and keys of every head are normalised."""
+    qk_norm: Literal["", "head", "row"] = ""
+    """What of queries and keys is normalised before they are turned: nothing, every head, or all heads together."""
+    v_norm: bool = False
+    """Whether the values of every head are normalised, without weights."""
+    scale: float | None = None
+    """Scores are multiplied by this; None: by 1 / sqrt(head_dim_k)."""
+    window: int = 0
+    """How many tokens a token attends to, itself included; 0: all before it."""
+    softcap: float = 0.0
+    """Scores s become softcap * tanh(s / softcap); 0: they stay."""
+    sinks: bool = False
+    """Whether every head has a learned score beside those of the tokens, which takes weight and gives no value."""
+    temperature: Temperature | None = None
+    kv_from: int | None = None
+    """The earlier layer whose keys and values it attends to, instead of its own."""
+    v_is_k: bool = False
+    """Whether values are made from what keys are made from, before their norm and turn."""
 
     @property
     def group(self) -> int:
@@ -79,12 +108,18 @@ class AttentionSpec:
 class FeedForwardSpec:
     size: int = 0
     """Values between its matrices."""
+    activation: Literal["silu", "gelu"] = "silu"
+    """Of the gate, which the other half is multiplied by. gelu: its approximation by tanh."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     attention: AttentionSpec
     feed_forward: FeedForwardSpec = FeedForwardSpec()
+    norms: Literal["before", "after", "both"] = "before"
+    """Where attention and feed-forward have a norm: of their input, of their output before it is added, or of both."""
+    output_scale: bool = False
+    """Whether a number of the file multiplies what leaves the layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +133,14 @@ class ModelSpec:
     rms_eps: float = 0.0
     tied: bool = False
     """Whether the output head is the embedding."""
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """What attention and feed-forward give is multiplied by this before it is added."""
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0
+    """Logits l become softcap * tanh(l / softcap); 0: they stay."""
+    layer_input_size: int = 0
+    """Values that an embedding of its own gives every layer of each token; 0: there is none."""
 
     @property
     def n_layers(self) -> int:

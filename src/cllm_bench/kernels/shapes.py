@@ -38,7 +38,9 @@ class Shape:
     def spec(self, *, qk_norm: bool = False) -> ModelSpec:
         rotation = Rotation(ROPE_BASE, self.head_dim, neox=False)
         heads = self.n_heads, self.n_kv_heads, self.head_dim, self.head_dim
-        layer = LayerSpec(AttentionSpec(*heads, rotation, qk_norm=qk_norm), FeedForwardSpec(self.n_ff))
+        layer = LayerSpec(
+            AttentionSpec(*heads, rotation, qk_norm="head" if qk_norm else ""), FeedForwardSpec(self.n_ff)
+        )
         return ModelSpec("llama", self.n_embd, self.n_vocab, 8192, (layer,) * self.n_layers, rms_eps=RMS_EPS, tied=True)
 
     @property
