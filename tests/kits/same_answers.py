@@ -75,7 +75,11 @@ class SameAnswers(RuleBasedStateMachine):
     )
     def submit(self, letters: str, max_tokens: int, kept: Any, ends: bool, penalties: Any, **options: Any) -> None:
         for rig in self.rigs:
-            window = Window.fit(*kept, rig.scheduler.kv.unit_tokens) if kept and self.windows and not options["reads"] else None
+            window = (
+                Window.fit(*kept, rig.scheduler.kv.unit_tokens)
+                if kept and self.windows and not options["reads"]
+                else None
+            )
             rig.submit(letters, max_tokens, seed=3, window=window, ignore_eos=not ends, **penalties, **options)
 
     @rule(count=st.integers(1, 4))

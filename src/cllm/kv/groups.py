@@ -38,9 +38,14 @@ class KVLayout:
         return self.groups[1] if len(self.groups) > 1 else None
 
     @property
+    def token_bytes(self) -> int:
+        """What a token takes as long as its sequence is held, without local layers."""
+        return self.cell_bytes // self.block_size
+
+    @property
     def local_bytes(self) -> int:
-        """What a token inside the window takes in local layers."""
-        return 0 if self.local is None else self.local.cells * self.cell_bytes // self.block_size
+        """What a token inside the window takes beside that."""
+        return 0 if self.local is None else self.local.cells * self.token_bytes
 
 
 class LayerKV(NamedTuple):
