@@ -7,6 +7,7 @@ from bisect import insort
 
 import numpy as np
 
+from cllm.kv.groups import LocalTable
 from cllm.kv.paged.arena import Arena
 from cllm.kv.paged.block_table import BlockMatch, allocation_of
 from cllm.kv.paged.local import LocalMemory, LocalSnapshot
@@ -51,6 +52,13 @@ class LocalTables:
         wanted = self.cells_for(sequence, computed // size)
         self._add(sequence, self._room.for_prompt(wanted, allocation_of(sequence).number))
         self.set_room(sequence)
+
+    def begin_load(self, holder: KVSequence, cells: int) -> list[int]:
+        """The blocks of a snapshot behind the last of the holder's blocks."""
+        end = len(holder.blocks)
+        holder.local = LocalTable(end - cells // self.cells)
+        self._add(holder, self._room.for_prompt(cells, allocation_of(holder).number))
+        return holder.local.cells
 
     def end(self, sequence: KVSequence) -> None:
         local = self._arena.local

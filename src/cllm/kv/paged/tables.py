@@ -63,6 +63,17 @@ class BlockTables:
             return False
         return wanted <= room.available - unused
 
+    def room_for_load(self, found: BlockMatch, blocks: int) -> bool:
+        """Whether so many blocks can be taken for what is loaded behind what was found."""
+        return blocks <= self._room.available - self._arena.prefixes.unused_blocks(found)
+
+    def begin_local(self, holder: KVSequence, cells: int) -> list[int]:
+        """Cells for the local layers of what is being loaded, which are known to be available."""
+        return self._local.begin_load(holder, cells)
+
+    def drop_local(self, holder: KVSequence) -> None:
+        self._local.end(holder)
+
     def _missing(self, sequence: KVSequence, found: BlockMatch) -> int:
         return self._arena.blocks_for(sequence.needed) - found.matched // self._arena.prefixes.tree.unit_bytes
 
