@@ -110,8 +110,8 @@ class DiskOffload:
             self._offer_snapshots(sequence, disk, names)
 
     def _offer_snapshots(self, sequence: KVSequence, disk: DiskTier, names: list[bytes]) -> None:
-        """Those that the local layers need where others are most likely to go on: of the last two on the sequence's own
-        path. The candidate with the blocks before them, of these names, comes first."""
+        """The local layers' snapshots where others are most likely to go on: the last two on the sequence's own path.
+        The candidate with the blocks before them, of these names, comes first."""
         local = self._arena.local
         if local is None:
             return
