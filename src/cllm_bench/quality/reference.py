@@ -10,9 +10,12 @@ from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from cllm.machine import install_packages
+from cllm.models.architectures import ARCHITECTURES
 from cllm.models.dequantise import DEQUANTISED, dequantised_rows
+from cllm.models.features import lacking
 from cllm.models.gguf import GGUFModel, TensorFile
-from cllm.models.gguf_decoder import ROPE_FREQS, ROPE_NEOX, decoder_spec, unsupported_reason
+from cllm.models.gguf_decoder import decoder_spec, unsupported_reason
+from cllm.models.gguf_rotation import FREQUENCIES
 from cllm.models.spec import ModelSpec, Rotation
 from cllm.models.tensors import hf_name, in_halves
 from cllm_bench.errors import BenchError
@@ -50,6 +53,9 @@ class Reference:
         if reason is not None:
             raise BenchError(f"{model.path}: the truth cannot be computed: {reason}")
         spec = decoder_spec(model)
+        reason = lacking(spec, (), "this truth")
+        if reason is not None:
+            raise BenchError(f"{model.path}: the truth cannot be computed: {reason}")
         rotation, head_dim = spec.layers[0].attention.rotation, spec.layers[0].attention.head_dim_k
         assert rotation is not None
         if rotation.dims < head_dim:
@@ -102,11 +108,11 @@ def _weights(model: GGUFModel) -> Iterator[tuple[str, Floats]]:
     spec = model.spec
     with TensorFile(model) as file:
         for name, info in model.tensors.items():
-            if name == ROPE_FREQS:
+            if name == FREQUENCIES:
                 continue
             values = np.concatenate(list(dequantised_rows(file, model, name))).reshape(info.shape[::-1])
             role = name.split(".")[-2]
-            if role in ("attn_q", "attn_k") and not ROPE_NEOX[spec.architecture]:
+            if role in ("attn_q", "attn_k") and not ARCHITECTURES[spec.architecture].neox:
                 values = in_halves(values, spec.layers[0].attention.head_dim_k)
             yield hf_name(name), np.ascontiguousarray(values)
     if spec.architecture == "llama" and "blk.0.attn_q.bias" in model.tensors:

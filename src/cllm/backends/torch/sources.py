@@ -11,8 +11,10 @@ import torch
 
 from cllm.backends.torch.weights import TensorShape, WeightSource
 from cllm.models.dequantise import DEQUANTISED, dequantised_rows
+from cllm.models.features import lacking
 from cllm.models.gguf import GGUFModel, TensorFile
-from cllm.models.gguf_decoder import ROPE_FREQS, decoder_spec, rope_dims, unsupported_reason
+from cllm.models.gguf_decoder import decoder_spec, unsupported_reason
+from cllm.models.gguf_rotation import FREQUENCIES, rope_dims
 from cllm.models.hf_directory import HFModel
 from cllm.models.json_file import FETCH_AGAIN
 from cllm.models.spec import ModelSpec
@@ -35,7 +37,7 @@ def unsupported(model: GGUFModel | HFModel) -> str | None:
     rotated, head_dim = rope_dims(model), model.spec.layers[0].attention.head_dim_k
     if rotated != head_dim or head_dim % 2:
         return f"its RoPE rotates {rotated} of {head_dim} dimensions of a head"
-    return None
+    return lacking(decoder_spec(model), (), "torch")
 
 
 def spec_of(model: GGUFModel | HFModel) -> ModelSpec:
@@ -92,7 +94,7 @@ class GGUFSource:
     def __init__(self, model: GGUFModel) -> None:
         self._model = model
         self._file = TensorFile(model)
-        self._stored = {hf_name(name): name for name in model.tensors if name != ROPE_FREQS}
+        self._stored = {hf_name(name): name for name in model.tensors if name != FREQUENCIES}
         self.label = str(model.path)
 
     def __enter__(self) -> GGUFSource:
