@@ -10,7 +10,7 @@ import pytest
 from architecture_kit import TINY, write_tiny
 from cllm.models.gguf import GGUFModel
 from cllm_bench.quality.llama import LlamaReference
-from cllm_bench.quality.plain import PlainModel
+from plain_model import PlainModel
 
 LENGTH = 80
 """Tokens: more than the windows, and than the context before it was made longer."""

@@ -15,7 +15,7 @@ from cllm.models.gguf import GGUFModel
 from cllm.models.spec import LayerSpec
 
 LayerChange = Callable[[GGUFModel, int, bool, LayerSpec], LayerSpec]
-"""Of a model: the layer of this index, which is a sliding one or not, as it really is."""
+"""Makes the layer of this index, which is a sliding one or not, what it really is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 
 from cllm.models.spec import AttentionSpec, LayerSpec, ModelSpec
 
@@ -45,12 +45,6 @@ def features_of(spec: ModelSpec) -> list[str]:
         *(name for name, has in _OF_LAYERS.items() if any(map(has, kinds))),
         *(name for name, has in _OF_MODELS.items() if has(spec)),
     ]
-
-
-def lacking(spec: ModelSpec, supported: Collection[str], backend: str) -> str | None:
-    """What a backend does not support of the model, as one clause."""
-    missing = [name for name in features_of(spec) if name not in supported]
-    return f"it needs {', '.join(missing)}, which {backend} does not support" if missing else None
 
 
 def _sizes(layer: LayerSpec) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType
 
 from cllm.errors import ModelError
 from cllm.models.architectures import ARCHITECTURES, Architecture
+from cllm.models.features import features_of
 from cllm.models.gguf import DAMAGED_ADVICE, GGUFModel
 from cllm.models.gguf_header import short
 from cllm.models.gguf_rotation import (
@@ -55,8 +56,9 @@ _UNSUPPORTED_KEYS: dict[str, tuple[object, ...]] = {
 }
 
 
-def unsupported_reason(model: GGUFModel, types: Container[int]) -> str | None:
-    """Why no engine of ours can run the model, as one clause; None if one may. `types`: the supported tensor types."""
+def unsupported_reason(model: GGUFModel, types: Container[int], features: Container[str] = ()) -> str | None:
+    """Why an engine cannot run the model, as one clause; None if it can, unless the file is damaged. It supports
+    tensors of these `types`, and these of `cllm.models.features`."""
     architecture = ARCHITECTURES.get(model.spec.architecture)
     if architecture is None:
         return f"its architecture is {model.spec.architecture}, not one of {', '.join(ARCHITECTURES)}"
@@ -68,7 +70,7 @@ def unsupported_reason(model: GGUFModel, types: Container[int]) -> str | None:
         reason = check(model, architecture)
         if reason is not None:
             return reason
-    return _unsupported_tensors(model, architecture, types)
+    return _unsupported_tensors(model, architecture, types) or _unsupported_features(model, features)
 
 
 def decoder_spec(model: GGUFModel, context: int | None = None) -> ModelSpec:
@@ -118,7 +120,8 @@ def _find(model: GGUFModel, spec: ModelSpec, item: TensorSpec, role: str) -> tup
     if part in _QKV and item.name not in model.tensors and fused in model.tensors:
         first = {"attn_q": 0, "attn_k": attention.q_size, "attn_v": attention.q_size + attention.k_size}[part]
         return item._replace(name=fused, first=first), attention.qkv_size
-    if part in ("ffn_gate", "ffn_up") and f"{prefix}ffn_gate.weight" not in model.tensors:
+    up = model.tensors.get(f"{prefix}ffn_up.weight")
+    if part in ("ffn_gate", "ffn_up") and up is not None and up.shape[1:] == (2 * item.rows,):
         first = item.rows if part == "ffn_up" else 0
         return item._replace(name=f"{prefix}ffn_up.weight", first=first), 2 * item.rows
     return item, item.shape[0]
@@ -236,6 +239,14 @@ def _unsupported_tensors(model: GGUFModel, architecture: Architecture, types: Co
     return None
 
 
+def _unsupported_features(model: GGUFModel, features: Container[str]) -> str | None:
+    try:
+        missing = [name for name in features_of(decoder_spec(model)) if name not in features]
+    except ModelError:
+        return None  # damaged, as loading it will say
+    return f"it needs what is not supported: {', '.join(missing)}" if missing else None
+
+
 def _known_tensors(model: GGUFModel, architecture: Architecture) -> set[str]:
     """Names that tensors may have; those of layers as if they were of the first one."""
     inputs = model.keys.count("embedding_length_per_layer_input", 0)
@@ -246,4 +257,6 @@ def _known_tensors(model: GGUFModel, architecture: Architecture) -> set[str]:
     layer = LayerSpec(attention, norms=architecture.norms, output_scale=spec.architecture == "gemma4")
     items = [*outer_tensors(spec), *layer_tensors(spec, layer, 0)]
     names = {item.name.replace(item.role, architecture.names.get(item.role, item.role)) for item in items}
-    return names | {"blk.0.attn_qkv.weight", "blk.0.attn_qkv.bias"} | set(_FACTORS if architecture.divisors else ())
+    if "blk.0.attn_q.weight" not in model.tensors:
+        names |= {"blk.0.attn_qkv.weight", "blk.0.attn_qkv.bias"}
+    return names | set(_FACTORS if architecture.divisors else ())

@@ -64,7 +64,7 @@ class Keys:
         return value
 
     def size(self, suffix: str, default: int | None = None) -> int:
-        """Of the whole model, or of all layers alike. No default: the key is required."""
+        """One for the whole model, or the same for all layers. No default: the key is required."""
         value = self.any(suffix)
         if isinstance(value, list) and value and all(entry == value[0] for entry in value):
             value = value[0]  # one entry per layer, all the same
@@ -79,7 +79,7 @@ class Keys:
         return default if value is None else self.size(suffix) if value else 0
 
     def sizes(self, suffix: str, n_layers: int, default: list[int] | None = None) -> list[int]:
-        """Of every layer."""
+        """One for each layer."""
         value = self.any(suffix)
         value = default if value is None else value
         if not isinstance(value, list) or len(value) != n_layers:

@@ -18,7 +18,7 @@ FREQUENCIES, LONG, SHORT = (f"rope_{name}.weight" for name in ("freqs", "factors
 
 
 def read_rotation(model: GGUFModel, architecture: Architecture, context: int) -> Rotation:
-    """Of the layers that see the whole text, for contexts of up to so many tokens."""
+    """The one of layers that see the whole text, for contexts of up to so many tokens."""
     keys = model.keys
     base, dims = keys.positive("rope.freq_base", 10000.0), rope_dims(model)
     if "rope.scaling.alpha" in architecture.keys and (alpha := keys.number("rope.scaling.alpha", 0.0)) > 0 and dims > 2:
@@ -45,7 +45,7 @@ def scaling_factor(keys: Keys) -> float:
 
 
 def rope_dims(model: GGUFModel) -> int:
-    """Of the layers that see the whole text: their heads may be larger than others."""
+    """How much of a head is turned in layers that see the whole text: theirs may be larger than others."""
     largest = max({layer.attention.head_dim_k for layer in set(model.spec.layers)})
     return model.keys.count("rope.dimension_count", largest)
 

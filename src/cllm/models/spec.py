@@ -113,7 +113,7 @@ class FeedForwardSpec:
     size: int = 0
     """Values between its matrices."""
     activation: Literal["silu", "gelu"] = "silu"
-    """Of the gate, which the other half is multiplied by. gelu: its approximation by tanh."""
+    """For the gate, which the other half is multiplied by. gelu: its approximation by tanh."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from gguf import GGMLQuantizationType
 
 from cllm._native import Engine
 from cllm.errors import ConfigError, ModelError
-from cllm.models.features import lacking
 from cllm.models.gguf import DAMAGED_ADVICE, GGUFModel, TensorFile
 from cllm.models.gguf_decoder import decoder_spec, stored_tensors, unsupported_reason
 from cllm.models.gguf_header import TensorInfo
@@ -36,13 +35,13 @@ _PIECE_BYTES = 16 << 20  # read and packed at a time
 
 def unsupported(model: GGUFModel) -> str | None:
     """Why the native engine cannot run this model, as one clause; None: it can, unless the file is damaged."""
-    reason = unsupported_reason(model, _TYPES)
+    reason = unsupported_reason(model, _TYPES, _FEATURES)
     if reason is not None:
         return reason
     for head_dim in sorted({layer.attention.head_dim_k for layer in model.spec.layers}):
         if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
             return f"its head size is {head_dim}, not a multiple of 8 up to {_MAX_HEAD_DIM}"
-    return lacking(decoder_spec(model), _FEATURES, "the native engine")
+    return None
 
 
 def load_engine(
@@ -80,7 +79,7 @@ def load_engine(
 
 
 def _load_weights(engine: Engine, model: GGUFModel, wanted: list[TensorSpec], progress: ByteProgress) -> None:
-    total = sum(item.shape[0] * _unit_bytes(model.tensors[item.name]) for item in wanted)
+    total = sum(item.shape[0] * _unit_bytes(item, model.tensors[item.name]) for item in wanted)
     done = 0
     with TensorFile(model) as file:
         for item in sorted(wanted, key=lambda item: (model.tensors[item.name].offset, item.first)):
@@ -92,8 +91,8 @@ def _load_weights(engine: Engine, model: GGUFModel, wanted: list[TensorSpec], pr
 def _load_tensor(engine: Engine, model: GGUFModel, item: TensorSpec, file: TensorFile) -> Iterator[int]:
     """Read and pack a tensor piece by piece, so that there is never a second copy of a large one; yields the sizes."""
     info = model.tensors[item.name]
-    start = item.first * _unit_bytes(info)
-    row_bytes = item.shape[0] * _unit_bytes(info) // item.rows
+    start = item.first * _unit_bytes(item, info)
+    row_bytes = item.shape[0] * _unit_bytes(item, info) // item.rows
     rows = max(1, _PIECE_BYTES // (row_bytes * _TILE_ROWS)) * _TILE_ROWS
     for first in range(0, item.rows, rows):
         size = min(rows, item.rows - first) * row_bytes
@@ -107,6 +106,6 @@ def _load_tensor(engine: Engine, model: GGUFModel, item: TensorSpec, file: Tenso
         yield size
 
 
-def _unit_bytes(info: TensorInfo) -> int:
+def _unit_bytes(item: TensorSpec, info: TensorInfo) -> int:
     """Bytes of a row, or of a value of a vector."""
-    return info.size // info.shape[-1]
+    return info.size // info.shape[len(item.shape) - 1]

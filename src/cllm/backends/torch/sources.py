@@ -11,7 +11,6 @@ import torch
 
 from cllm.backends.torch.weights import TensorShape, WeightSource
 from cllm.models.dequantise import DEQUANTISED, dequantised_rows
-from cllm.models.features import lacking
 from cllm.models.gguf import GGUFModel, TensorFile
 from cllm.models.gguf_decoder import decoder_spec, unsupported_reason
 from cllm.models.gguf_rotation import FREQUENCIES, rope_dims
@@ -21,6 +20,7 @@ from cllm.models.spec import ModelSpec
 from cllm.models.tensors import hf_name, in_halves
 from cllm.models.unchanged_file import UnchangedFile
 
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _PIECE_BYTES = 16 << 20
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ROTATED = ("self_attn.q_proj.", "self_attn.k_proj.")
@@ -31,13 +31,17 @@ def unsupported(model: GGUFModel | HFModel) -> str | None:
     if isinstance(model, HFModel):
         wrong = next((name for name, tensor in model.tensors.items() if tensor.dtype not in _DTYPES), None)
         return None if wrong is None else f"its tensor {wrong} is of type {model.tensors[wrong].dtype}"
+    if model.spec.architecture not in _ARCHITECTURES:
+        return f"its architecture is {model.spec.architecture}, not one of {', '.join(_ARCHITECTURES)}"
     reason = unsupported_reason(model, DEQUANTISED)
     if reason is not None:
         return reason
+    if "blk.0.attn_qkv.weight" in model.tensors:
+        return "its queries, keys and values are one tensor"
     rotated, head_dim = rope_dims(model), model.spec.layers[0].attention.head_dim_k
     if rotated != head_dim or head_dim % 2:
         return f"its RoPE rotates {rotated} of {head_dim} dimensions of a head"
-    return lacking(decoder_spec(model), (), "torch")
+    return None
 
 
 def spec_of(model: GGUFModel | HFModel) -> ModelSpec:
