@@ -156,3 +156,17 @@ def test_local_layers_take_the_same_however_long_the_text_is(llm: LLM) -> None:
     finally:
         del backend.collect
     assert most <= kv.arena.local.most_blocks == 3 + 4 + 1
+
+
+def test_an_edited_message_costs_what_follows_the_one_before(llm: LLM) -> None:
+    """Messages end with <|im_end|>, the model's end of text."""
+    empty_cache(llm)
+    end = 1
+    messages = [[*prompt(number, 150), end] for number in range(4)]
+    chat = [token for message in messages for token in message]
+    llm.generate([chat], replace(EXACT, ignore_eos=False))
+    edited = [*messages[0], *messages[1], *prompt(7, 150), end, *messages[3]]
+    answer = llm.generate([edited], EXACT)[0]
+    assert answer.cached_tokens == 2 * 151 // 16 * 16
+    empty_cache(llm)
+    assert bits(llm.generate([edited], EXACT)[0]) == bits(answer)
