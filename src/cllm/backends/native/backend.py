@@ -46,6 +46,10 @@ from cllm.models.load_progress import LoadProgress
 
 log = logging.getLogger("cllm")
 
+_NO_WINDOW = (
+    "this model has layers with a sliding window of their own, whose memory is kept apart; set "
+    "kv.free_behind_windows to false, or kv.window.recent for all requests"
+)
 _POOLING = {"last": 1, "mean": 2, "cls": 3}
 _SCORE_COLUMNS = 90
 """What going over a row of logits to score it costs, as columns of the head's weights."""
@@ -93,7 +97,7 @@ class NativeBackend(Backend):
         self._reserve(geometry)
         self._geometry = geometry
         if geometry.layout is not None:
-            self.traits = replace(self.traits, no_window="some layers of this model have a window of their own")
+            self.traits = replace(self.traits, no_window=_NO_WINDOW)
 
     @property
     def kv_bytes(self) -> int:
