@@ -355,7 +355,9 @@ class Dispatcher:
             return
         request = running.request
         output = output._replace(
-            request_id=request.id, error=_timed_out(request) if isinstance(error, RequestTimeoutError) else error
+            request_id=request.id,
+            answer=_open_answer(request) if output.reason in ENDS_ALL else output.answer,
+            error=_timed_out(request) if isinstance(error, RequestTimeoutError) else error,
         )
         _mirror(request, output, time.monotonic())
         self._deliver([output])
@@ -396,8 +398,9 @@ class Dispatcher:
             return
         if isinstance(error, BackendError | ModelUnavailableError):
             self._metrics.failed()
+        answer = _open_answer(running.request)
         self._end(running, reason, error)
-        self._deliver([Output(running.request.id, 0, None, None, reason, None, error, 0)])
+        self._deliver([Output(running.request.id, answer, None, None, reason, None, error, 0)])
 
     def _end(self, running: _Running, reason: FinishReason, error: Exception | None) -> None:
         if running.ended:
@@ -417,6 +420,11 @@ def _longest(request: Request) -> int:
     """How many tokens of it a replica's memory must be able to hold."""
     sequence = request.sequences[0]
     return sequence.max_length if sequence.window is None else sequence.window.capacity
+
+
+def _open_answer(request: Request) -> int:
+    """One that has not ended: what ends all answers is told with it, because nobody listens to one that has."""
+    return next((sequence.index for sequence in request.sequences if not sequence.ended), 0)
 
 
 def _timed_out(request: Request) -> RequestTimeoutError:
