@@ -109,7 +109,7 @@ class FeedForwardSpec:
     size: int = 0
     """Values between its matrices."""
     activation: Literal["silu", "gelu"] = "silu"
-    """Of the gate, which the other half is multiplied by. gelu: its approximation by tanh."""
+    """What the gate goes through, which the other half is multiplied by. gelu: its approximation by tanh."""
 
 
 @dataclass(frozen=True, slots=True)
