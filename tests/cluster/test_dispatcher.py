@@ -79,14 +79,14 @@ class Replicas:
             asyncio.get_running_loop().call_soon(step, job, peer)
         return response
 
-    async def answer(self, **options: Any) -> Output:
-        """The last output of a request."""
+    async def answer(self, *, until: FinishReason | None = None, **options: Any) -> Output:
+        """The last output of a request, or the first with a certain reason."""
         request = make_request("Where do trains go?", **options)
         request.__class__ = Request  # it lets its sequences go when it ends
         self.dispatcher.start(request)
 
         async def ended() -> Output:
-            while not self.outputs or self.outputs[-1].reason is None:
+            while not self.outputs or self.outputs[-1].reason is None or until not in (None, self.outputs[-1].reason):
                 await asyncio.sleep(0.01)
             return self.outputs[-1]
 
@@ -111,6 +111,15 @@ class Replicas:
         self.dispatcher.on_accepted(peer, Accepted(job.name))
         error = BackendError("tokens are lost")
         self.dispatcher.on_output(peer, Output(job.name, 0, None, None, FinishReason.ERROR, None, error, 0))
+
+    def goes_on_with_one(self, job: ReplicaJob, peer: Peer) -> None:
+        """The other of two answers is cancelled, which the replica does."""
+        self.dispatcher.on_accepted(peer, Accepted(job.name))
+        self.dispatcher.cancel(job.name.partition("~")[0], 0, FinishReason.CANCELLED)
+        for answer, reason in ((0, FinishReason.CANCELLED), (1, None), (1, FinishReason.LENGTH)):
+            self.dispatcher.on_output(
+                peer, Output(job.name, answer, None if not answer else 98, None, reason, None, None, 0)
+            )
 
     def begins_and_drains(self, job: ReplicaJob, peer: Peer) -> None:
         peer.draining = True
@@ -219,6 +228,12 @@ async def test_an_answer_that_has_ended_does_not_hide_that_the_others_fail(steps
     for output in found.outputs:
         generation.take(output, 0.0)
     assert isinstance(generation.error, BackendError)
+
+
+async def test_one_answer_is_cancelled_and_the_other_goes_on() -> None:
+    found = replicas("goes_on_with_one")
+    last = await found.answer(params=SamplingParams(n=2, seed=1, max_tokens=8), until=FinishReason.LENGTH)
+    assert (last.answer, last.token_id, len(found.outputs)) == (1, 98, 3)
 
 
 async def test_being_moved_is_not_being_lost() -> None:

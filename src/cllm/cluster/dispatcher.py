@@ -354,14 +354,15 @@ class Dispatcher:
             running.changed.set()
             return
         request = running.request
+        ends_all = output.reason in ENDS_ALL and running.stopped.get(output.answer) is not output.reason
         output = output._replace(
             request_id=request.id,
-            answer=_open_answer(request) if output.reason in ENDS_ALL else output.answer,
+            answer=_open_answer(request) if ends_all else output.answer,
             error=_timed_out(request) if isinstance(error, RequestTimeoutError) else error,
         )
         _mirror(request, output, time.monotonic())
         self._deliver([output])
-        if output.reason is not None and (request.unfinished == 0 or output.reason in ENDS_ALL):
+        if output.reason is not None and (request.unfinished == 0 or ends_all):
             self._end(running, output.reason, output.error)
 
     def on_progress(self, peer: Peer, message: ReplicaProgress) -> None:
