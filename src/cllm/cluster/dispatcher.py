@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from cllm.cluster.messages import ENDS_ALL, Accepted, Cancel, Ended, Refusal, ReplicaJob, ReplicaProgress, Route
 from cllm.cluster.peers import Peer
@@ -40,13 +40,6 @@ log = logging.getLogger("cllm.cluster")
 
 _REFUSED_S = 0.1
 """How long to wait when every replica has refused a request."""
-
-
-class ReplicaCalls(Protocol):
-    """Ray Serve's handle of the replicas."""
-
-    @property
-    def run(self) -> Any: ...
 
 
 class _Running:
@@ -105,7 +98,7 @@ class Dispatcher:
     def __init__(
         self,
         ingress: str,
-        replicas: ReplicaCalls,
+        replicas: Any,
         view: RoutingView,
         deliver: Callable[[list[Output]], None],
         observers: Observers,
@@ -116,8 +109,8 @@ class Dispatcher:
         wait_s: float,
         max_sends: int,
     ) -> None:
-        """`wait_s`: how long a request waits while no replica can take it. `max_sends`: a request that this many
-        replicas did not finish fails: it may be what breaks them."""
+        """`replicas`: Ray Serve's handle. `wait_s`: how long a request waits while no replica can take it. `max_sends`:
+        a request that this many replicas did not finish fails: it may be what breaks them."""
         self._ingress = ingress
         self._replicas = replicas
         self._view = view
