@@ -261,6 +261,5 @@ def _release_all() -> None:
         llm._close()
 
 
-if hasattr(os, "register_at_fork"):
-    # A forked process has a copy of everything but the threads: there is nothing to stop.
-    os.register_at_fork(after_in_child=_OPEN.clear)
+# A forked process has a copy of everything but the threads: there is nothing to stop.
+os.register_at_fork(after_in_child=_OPEN.clear)
