@@ -92,6 +92,8 @@ class DiskOffload:
     def offer(self, sequence: KVSequence) -> None:
         """Make a sequence's prefix in the tree a candidate, if it is worth it."""
         held, disk = allocation_of(sequence), self._tiers.disk
+        if sequence.local is not None:
+            return  # local layers' blocks are not written, and full ones are of no use without them
         if disk is None or len(self._candidates) >= MOST_CANDIDATES or not disk.pays:
             return
         own = [node for node in held.node.path() if node.space == sequence.space]

@@ -74,6 +74,8 @@ class BlockLoads:
 
     def _find(self, sequence: KVSequence) -> Load | None:
         host, disk, prefixes = self._tiers.host, self._tiers.disk, self._arena.prefixes
+        if self._arena.local is not None:
+            return NO_LOAD
         came = sequence.load
         if host is not None and (not len(host) or (isinstance(came, Load) and came.requester is sequence)):
             host = None  # what it had has been loaded
