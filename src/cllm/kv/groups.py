@@ -100,7 +100,7 @@ class LocalTable:
         self.first = first
         self.blocks: list[LocalBlock] = []
         self.cells: list[int] = []
-        """Of all blocks, one after another, for the backend."""
+        """The cells of all blocks, one after another, for the backend."""
 
     @property
     def end(self) -> int:

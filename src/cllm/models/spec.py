@@ -110,7 +110,7 @@ class FeedForwardSpec:
     size: int = 0
     """Values between its matrices."""
     activation: Literal["silu", "gelu"] = "silu"
-    """What the gate goes through, which the other half is multiplied by. gelu: its approximation by tanh."""
+    """What the gate goes through before it multiplies the other half. gelu: its approximation by tanh."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,16 +7,15 @@ from bisect import insort
 
 import numpy as np
 
+from cllm.kv.groups import LocalTable
 from cllm.kv.paged.arena import Arena
 from cllm.kv.paged.block_table import BlockMatch, allocation_of
-from cllm.kv.paged.local import LocalMemory, LocalSnapshot
+from cllm.kv.paged.local import LocalMemory
 from cllm.kv.paged.room import Room
 from cllm.kv.sequence import KVSequence
 
 
 class LocalTables:
-    """Without local layers, calls do nothing: all needs are zero."""
-
     def __init__(self, arena: Arena, room: Room) -> None:
         self._arena = arena
         self._room = room
@@ -24,27 +23,22 @@ class LocalTables:
     @property
     def cells(self) -> int:
         """Cells of a block."""
-        return 0 if self._arena.local is None else self._arena.local.shape.cells
+        return self._memory().shape.cells
 
     def cells_for(self, sequence: KVSequence, cached: int) -> int:
         """Cells that a sequence needs of its own when it begins behind `cached` blocks."""
-        local = self._arena.local
-        if local is None:
-            return 0
-        return self.cells * min(self._arena.blocks_for(sequence.needed) - cached, local.most_blocks)
+        return self.cells * min(self._arena.blocks_for(sequence.needed) - cached, self._memory().most_blocks)
 
     # -- begin and end -----------------------------------------------------------------------------------------
 
-    def enter(self, sequence: KVSequence, found: BlockMatch, snapshot: LocalSnapshot | None) -> None:
-        if self._arena.local is not None:
-            end = found.matched // self._arena.prefixes.tree.unit_bytes
-            sequence.local = self._arena.local.enter(snapshot if end else None, end)
+    def enter(self, sequence: KVSequence, found: BlockMatch) -> None:
+        end = found.matched // self._arena.prefixes.tree.unit_bytes
+        snapshot = self._arena.prefixes.snapshot_at(found) if end else None
+        sequence.local = self._memory().enter(snapshot, end)
 
     def begin(self, sequence: KVSequence, known: int) -> None:
         """Take blocks for the first chunks. `known`: how many tokens full layers have cached, where it parts from
         others."""
-        if sequence.local is None:
-            return
         size, computed = self._arena.block_size, sequence.num_computed
         ends = {place - place % size for place in (*sequence.places, known, len(sequence.tokens) - 1)}
         sequence.marks = sorted((end for end in ends if computed < end < len(sequence.tokens)), reverse=True)
@@ -52,16 +46,21 @@ class LocalTables:
         self._add(sequence, self._room.for_prompt(wanted, allocation_of(sequence).number))
         self.set_room(sequence)
 
+    def begin_load(self, holder: KVSequence, cells: int) -> list[int]:
+        """The blocks of a snapshot behind the last of the holder's blocks."""
+        end = len(holder.blocks)
+        holder.local = LocalTable(end - cells // self.cells)
+        self._add(holder, self._room.for_prompt(cells, allocation_of(holder).number))
+        return holder.local.cells
+
     def end(self, sequence: KVSequence) -> None:
-        local = self._arena.local
-        if local is not None and sequence.local is not None:
-            local.clear(sequence.local)
+        if sequence.local is not None:
+            self._memory().clear(sequence.local)
             sequence.local = None
 
     def fork(self, parent: KVSequence, child: KVSequence) -> None:
-        local = self._arena.local
-        assert local is not None and parent.local is not None
-        child.local = local.share(parent.local, self._arena.blocks_for(parent.end))
+        assert parent.local is not None
+        child.local = self._memory().share(parent.local, self._arena.blocks_for(parent.end))
 
     # -- growing -----------------------------------------------------------------------------------------------
 

@@ -93,6 +93,19 @@ class PrefixCache:
             parts[0] = parts[0][: found.inside // self.tree.unit_bytes]
         return [block for part in reversed(parts) for block in part]
 
+    def snapshot_cells(self, key: bytes, space: bytes) -> list[int]:
+        """The cells of the snapshot right behind `key`, if there is one."""
+        found = self.tree.find_for(key, space)
+        snapshot = self.snapshot_at(found) if found.matched == len(key) else None
+        return [] if snapshot is None else [cell for block in snapshot.blocks for cell in block.cells]
+
+    def names_of(self, found: BlockMatch) -> list[bytes]:
+        """The names of all blocks up to the one found."""
+        parts = [node.names for node in found.node.path()]
+        if parts:
+            parts[0] = parts[0][: found.inside // self.tree.unit_bytes]
+        return [name for part in reversed(parts) for name in part]
+
     def name_before(self, found: BlockMatch, space: bytes) -> bytes:
         """The parent name of the blocks that a space would add after what was found."""
         inside = found.inside // self.tree.unit_bytes

@@ -33,7 +33,7 @@ class BlockTables:
         self._upkeep = upkeep
         self._resizer = resizer
         self._watermark = watermark
-        self._local = LocalTables(arena, room)
+        self._local = None if arena.local is None else LocalTables(arena, room)
 
     def admit(self, sequence: KVSequence) -> bool:
         """Begin with what is cached. False: there is no room now, and nothing has changed."""
@@ -44,8 +44,11 @@ class BlockTables:
             waits = self._resizer is not None and self._resizer.expects_more
             if waits or not self._pins.give_way(running=0):
                 return False
-        known, snapshot = full.matched // TOKEN_BYTES, prefixes.snapshot_at(found)
-        self._local.enter(sequence, found, snapshot)  # first, so that it is not evicted to make room
+        if self._local is None:
+            self.begin(sequence, found, self._missing(sequence, found))
+            return True
+        known = full.matched // TOKEN_BYTES
+        self._local.enter(sequence, found)  # first, so that the snapshot there is not evicted to make room
         self.begin(sequence, found, self._missing(sequence, found))
         self._local.begin(sequence, known)
         return True
@@ -56,12 +59,26 @@ class BlockTables:
             return False
         # The watermark reserves room for running sequences to grow; it does not apply when nothing runs.
         reserve = int(arena.pool.total * self._watermark) if arena.running else 0
-        cached = found.matched // arena.prefixes.tree.unit_bytes
-        wanted = self._missing(sequence, found) + self._local.cells_for(sequence, cached) + reserve
+        wanted = self._missing(sequence, found) + reserve
+        if self._local is not None:
+            wanted += self._local.cells_for(sequence, found.matched // arena.prefixes.tree.unit_bytes)
         unused = arena.prefixes.unused_blocks(found)
         if self._resizer is not None and self._better_waits(self._resizer, wanted, unused):
             return False
         return wanted <= room.available - unused
+
+    def room_for_load(self, found: BlockMatch, blocks: int) -> bool:
+        """Whether so many blocks can be taken for what is loaded behind what was found."""
+        return blocks <= self._room.available - self._arena.prefixes.unused_blocks(found)
+
+    def begin_local(self, holder: KVSequence, cells: int) -> list[int]:
+        """Cells for the local layers of what is being loaded, which are known to be available."""
+        assert self._local is not None
+        return self._local.begin_load(holder, cells)
+
+    def drop_local(self, holder: KVSequence) -> None:
+        if self._local is not None:
+            self._local.end(holder)
 
     def _missing(self, sequence: KVSequence, found: BlockMatch) -> int:
         return self._arena.blocks_for(sequence.needed) - found.matched // self._arena.prefixes.tree.unit_bytes
@@ -83,7 +100,7 @@ class BlockTables:
         own = self._room.for_prompt(count, number, blocks[-1] if blocks else -1)
         sequence.blocks = blocks + own
         sequence.num_computed = cached * arena.block_size
-        self._local.set_room(sequence)
+        self._set_room(sequence)
         return own
 
     def _start(self, sequence: KVSequence, held: BlockAllocation) -> int:
@@ -94,7 +111,8 @@ class BlockTables:
 
     def end(self, sequence: KVSequence) -> None:
         """Take all memory back; what is in the tree stays cached."""
-        self._local.end(sequence)
+        if self._local is not None:
+            self._local.end(sequence)
         self._arena.stop(sequence)
         self._upkeep.note_activity()
 
@@ -104,38 +122,48 @@ class BlockTables:
         missing = arena.blocks_for(sequence.end + count) - len(blocks)
         last = sequence.end // arena.block_size
         writes_shared = last < len(blocks) and last >= held.indexed and arena.pool.is_shared(blocks[last])
-        needed, local = max(missing, 0) + writes_shared, self._local.missing(sequence, count)
-        if needed or local:
+        needed = max(missing, 0) + writes_shared
+        cells = 0 if self._local is None else self._local.missing(sequence, count)
+        if needed or cells:
             if self._resizer is not None:
-                self._resizer.want(needed + local)
-            if needed + local > self._room.available:
+                self._resizer.want(needed + cells)
+            if needed + cells > self._room.available:
                 return False
-            if local:
+            if self._local is not None and cells:
                 self._local.grow(sequence, count)
         if needed:
             own = self._room.for_generation(needed, held.number, blocks[-1] if blocks else -1)
             if writes_shared:
                 self._copy_on_write(sequence, last, own)
             blocks += own
-        self._local.set_room(sequence)
+        self._set_room(sequence)
         return True
+
+    def _set_room(self, sequence: KVSequence) -> None:
+        if self._local is not None:
+            self._local.set_room(sequence)
+        else:
+            sequence.room = len(sequence.blocks) * self._arena.block_size
 
     def most_within_free(self, sequence: KVSequence, count: int) -> int:
         """Up to `count` tokens for which the table and free blocks have room."""
         unused = self._arena.pool.free - (0 if self._resizer is None else self._resizer.pending)
-        together = 1 + self._local.cells
+        together = 1 + (0 if self._local is None else self._local.cells)
         return min(count, sequence.room - sequence.end + max(unused, 0) // together * self._arena.block_size)
 
     def keep_windows(self, sequence: KVSequence) -> None:
         """A step is done: snapshots that are due, and what is behind the window."""
-        self._local.advance(sequence)
+        if self._local is not None:
+            self._local.advance(sequence)
 
     def keep_last_window(self, sequence: KVSequence) -> None:
         """The sequence is about to end: others may go on from there."""
-        self._local.keep_end(sequence)
+        if self._local is not None:
+            self._local.keep_end(sequence)
 
     def meet(self, running: KVSequence, waiting: KVSequence) -> None:
-        self._local.meet(running, waiting)
+        if self._local is not None:
+            self._local.meet(running, waiting)
 
     def _copy_on_write(self, sequence: KVSequence, index: int, own: list[int]) -> None:
         """Replace a shared block of the table by a private copy, made in the last of `own`."""
@@ -160,7 +188,7 @@ class BlockTables:
         arena.prefixes.lock(held.node)
         child.num_computed = parent.num_computed
         child.dropped, child.kept = parent.dropped, parent.kept
-        if parent.local is not None:
+        if self._local is not None:
             self._local.fork(parent, child)
         # Both would write to the same block next: the first to do so asks for a copy.
         child.room = parent.room = parent.end
