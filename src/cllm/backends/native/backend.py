@@ -47,8 +47,7 @@ from cllm.models.load_progress import LoadProgress
 log = logging.getLogger("cllm")
 
 _NO_WINDOW = (
-    "this model has layers with a sliding window of their own, whose memory is kept apart; set "
-    "kv.free_behind_windows to false, or kv.window.recent for all requests"
+    "some layers of this model have a sliding window of their own; use --backend llama_cpp and set kv.window.recent"
 )
 _POOLING = {"last": 1, "mean": 2, "cls": 3}
 _SCORE_COLUMNS = 90
@@ -96,8 +95,6 @@ class NativeBackend(Backend):
             raise BackendError("the native engine keeps its K/V in blocks, not in slots")
         self._reserve(geometry)
         self._geometry = geometry
-        if geometry.layout is not None:
-            self.traits = replace(self.traits, no_window=_NO_WINDOW)
 
     @property
     def kv_bytes(self) -> int:
