@@ -218,7 +218,7 @@ class NativeBackend(Backend):
         self._memory = None
         try:
             self._open().allocate(
-                blocks=geometry.blocks,
+                cells=geometry.blocks,
                 block_size=geometry.block_size,
                 large_pages=self._large_pages,
                 **self._kv_types,
