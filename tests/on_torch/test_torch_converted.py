@@ -121,14 +121,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Exaone4",
         {"sliding_window": 16, "sliding_window_pattern": 4, "rope_parameters": LLAMA3},
     ),
-    "exaone4 without windows": ("Exaone4", {"sliding_window": None, "rope_parameters": LLAMA3}),
+    "exaone4 without windows": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4, "rope_parameters": LLAMA3}),
     "glm4": ("Glm4", {"head_dim": 32, "attention_bias": True}),
     "ernie4_5": ("Ernie4_5", {"head_dim": 32}),
     "hunyuan-dense": (
         "HunYuanDenseV1",
-        {"head_dim": 32, "rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0,
-                                             "rope_theta": 10000.0, "beta_fast": 32, "beta_slow": 1,
-                                             "mscale": 1.0, "mscale_all_dim": 1.0}},
+        {
+            "head_dim": 32,
+            "max_position_embeddings": 32768,
+            "rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 10000.0},
+        },
     ),
     "seed_oss": ("SeedOss", {"head_dim": 32, "attention_bias": True}),
 }  # fmt: skip
@@ -194,13 +196,13 @@ directory, path = map(Path, sys.argv[1:])
 fields = ModelBase.load_hparams(directory, False)
 kind = get_model_class(get_model_architecture(fields, ModelType.TEXT), mmproj=False)
 
-class WithoutWords(kind):
-    model_arch = kind.model_arch
-
-    def set_vocab(self):
-        self.gguf_writer.add_tokenizer_model("no_vocab")
-        self.gguf_writer.add_vocab_size(97)
+def without_words():
+    writer.gguf_writer.add_tokenizer_model("no_vocab")
+    writer.gguf_writer.add_vocab_size(97)
 
 with torch.inference_mode():
-    WithoutWords(directory, gguf.LlamaFileType.ALL_F32, path).write()
+    writer = kind(directory, gguf.LlamaFileType.ALL_F32, path)
+    writer = getattr(writer, "impl", writer)
+    writer.set_vocab = without_words
+    writer.write()
 """

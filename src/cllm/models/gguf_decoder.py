@@ -51,7 +51,6 @@ _UNSUPPORTED_KEYS: dict[str, tuple[object, ...]] = {
     "rope.dimension_sections": (),
     "rope.scaling.alpha": (0.0,),
     "rope.scaling.yarn_ext_factor": (1.0,),
-    "rope.scaling.yarn_attn_factor": (1.0,),
     "use_parallel_residual": (False,),
 }
 
