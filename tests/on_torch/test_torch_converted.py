@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cllm.models.gguf import GGUFModel
-from cllm.models.gguf_decoder import unsupported_reason
 from cllm.models.dequantise import DEQUANTISED
 from cllm.models.features import FEATURES
+from cllm.models.gguf import GGUFModel
+from cllm.models.gguf_decoder import unsupported_reason
 from plain_model import PlainModel
 
 torch = pytest.importorskip("torch")
