@@ -46,6 +46,10 @@ from cllm.models.load_progress import LoadProgress
 
 log = logging.getLogger("cllm")
 
+_NO_WINDOW = (
+    "this model has layers with a sliding window of their own, whose memory is kept apart; set "
+    "kv.free_behind_windows to false, or kv.window.recent for all requests"
+)
 _POOLING = {"last": 1, "mean": 2, "cls": 3}
 _SCORE_COLUMNS = 90
 """What going over a row of logits to score it costs, as columns of the head's weights."""
@@ -71,7 +75,7 @@ class NativeBackend(Backend):
             raise ModelError(f"{model.path}: the native engine cannot run this model: {reason}")
         self.spec = decoder_spec(model, context)
         self.traits = replace(self.traits, pooling=model.pooling, score_weight=1 + _head_share(model))
-        self._kv_types = {"type_k": kv_type_k, "type_v": kv_type_v}
+        self._kv_types = kv_type_k, kv_type_v
         self._large_pages = large_pages
         self._geometry: BlockGeometry | None = None
         self._logits = self._room_for_logits(1)
@@ -93,7 +97,7 @@ class NativeBackend(Backend):
         self._reserve(geometry)
         self._geometry = geometry
         if geometry.layout is not None:
-            self.traits = replace(self.traits, no_window="some layers of this model have a window of their own")
+            self.traits = replace(self.traits, no_window=_NO_WINDOW)
 
     @property
     def kv_bytes(self) -> int:
@@ -230,10 +234,11 @@ class NativeBackend(Backend):
             self._open().allocate(
                 cells=geometry.blocks,
                 block_size=geometry.block_size,
+                type_k=self._kv_types[0],
+                type_v=self._kv_types[1],
                 large_pages=self._large_pages,
                 cell_bytes=0 if layout is None else layout.cell_bytes,
                 groups=() if layout is None else [(group.layers, group.cells) for group in layout.groups],
-                **self._kv_types,
             )
         except ValueError as error:
             raise ConfigError(f"the native engine cannot keep K/V as configured: {error}") from error
