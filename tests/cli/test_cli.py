@@ -21,6 +21,7 @@ import pytest
 import cllm.cli
 from cli_kit import FAKE, LIMIT_S, Here, Result, process, running, wait_ready
 from cllm.cli import main
+from cllm.models.architectures import ARCHITECTURES
 from thorough import slow
 
 

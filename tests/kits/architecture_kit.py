@@ -146,7 +146,7 @@ TINY: Mapping[str, TinyArchitecture] = {
         keys={
             **GEMMA4.keys,
             "attention.shared_kv_layers": 3,
-            "embedding_length_per_layer_input": 16,
+            "embedding_length_per_layer_input": 32,
             "feed_forward_length": [96, 96, 96, 192, 192, 192],
             "final_logit_softcapping": 3.0,
         },
