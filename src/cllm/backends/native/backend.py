@@ -200,7 +200,9 @@ class NativeBackend(Backend):
 
     @property
     def kv_identity(self) -> dict[str, str | int]:
-        return {"layout": "tiles of 16", "instructions": self._open().instruction_set, "build": _build()}
+        spec = hashlib.sha256(repr(self.spec).encode()).hexdigest()  # LongRoPE turns keys by how long texts may be
+        own = {"layout": "tiles of 16", "instructions": self._open().instruction_set, "build": _build()}
+        return {**own, "spec": spec[:16]}
 
     def describe(self) -> str:
         engine = self._open()
