@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from cllm.kv.groups import KVLayout, LayerKV, plan_groups
 from cllm.kv.sizing import KV_TYPES
 
 MOST_LAYERS = 1 << 16
@@ -56,6 +57,8 @@ class AttentionSpec:
     output_bias: bool = False
     qk_norm: Literal["", "head", "row"] = ""
     """What of queries and keys is normalised before they are turned: nothing, every head, or all heads together."""
+    qk_norm_last: bool = False
+    """Whether they are normalised after they are turned instead."""
     v_norm: bool = False
     """Whether the values of every head are normalised, without weights."""
     scale: float | None = None
@@ -99,7 +102,9 @@ class AttentionSpec:
         return self.n_heads * self.head_dim_v
 
     def kv_bytes_per_token(self, type_k: str, type_v: str) -> int:
-        """KV heads count, not query heads."""
+        """KV heads count, not query heads. 0: they are another layer's."""
+        if self.kv_from is not None:
+            return 0
         key, value = KV_TYPES[type_k].row_bytes(self.head_dim_k), KV_TYPES[type_v].row_bytes(self.head_dim_v)
         return self.n_kv_heads * (key + value)
 
@@ -109,7 +114,7 @@ class FeedForwardSpec:
     size: int = 0
     """Values between its matrices."""
     activation: Literal["silu", "gelu"] = "silu"
-    """Of the gate, which the other half is multiplied by. gelu: its approximation by tanh."""
+    """What the gate goes through before it multiplies the other half. gelu: its approximation by tanh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,4 +153,15 @@ class ModelSpec:
 
     def kv_bytes_per_token(self, type_k: str, type_v: str) -> int:
         """What a token's K and V take in all layers."""
-        return sum(layer.attention.kv_bytes_per_token(type_k, type_v) for layer in self.layers)
+        return sum(layer.block_bytes for layer in self._kv_layers(type_k, type_v, 1))
+
+    def kv_layout(self, type_k: str, type_v: str, block_size: int, *, apart: bool) -> KVLayout:
+        """`apart`: layers with a window have their own memory, which is free behind it."""
+        return plan_groups(self._kv_layers(type_k, type_v, block_size), block_size, apart=apart)
+
+    def _kv_layers(self, type_k: str, type_v: str, block_size: int) -> list[LayerKV]:
+        return [
+            LayerKV(number, attention.window, block_size * attention.kv_bytes_per_token(type_k, type_v))
+            for number, attention in enumerate(layer.attention for layer in self.layers)
+            if attention.kv_from is None
+        ]

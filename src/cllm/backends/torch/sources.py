@@ -12,13 +12,15 @@ import torch
 from cllm.backends.torch.weights import TensorShape, WeightSource
 from cllm.models.dequantise import DEQUANTISED, dequantised_rows
 from cllm.models.gguf import GGUFModel, TensorFile
-from cllm.models.gguf_decoder import ROPE_FREQS, decoder_spec, rope_dims, unsupported_reason
+from cllm.models.gguf_decoder import decoder_spec, unsupported_reason
+from cllm.models.gguf_rotation import FREQUENCIES, rope_dims
 from cllm.models.hf_directory import HFModel
 from cllm.models.json_file import FETCH_AGAIN
 from cllm.models.spec import ModelSpec
 from cllm.models.tensors import hf_name, in_halves
 from cllm.models.unchanged_file import UnchangedFile
 
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _PIECE_BYTES = 16 << 20
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ROTATED = ("self_attn.q_proj.", "self_attn.k_proj.")
@@ -29,9 +31,13 @@ def unsupported(model: GGUFModel | HFModel) -> str | None:
     if isinstance(model, HFModel):
         wrong = next((name for name, tensor in model.tensors.items() if tensor.dtype not in _DTYPES), None)
         return None if wrong is None else f"its tensor {wrong} is of type {model.tensors[wrong].dtype}"
+    if model.spec.architecture not in _ARCHITECTURES:
+        return f"its architecture is {model.spec.architecture}, not one of {', '.join(_ARCHITECTURES)}"
     reason = unsupported_reason(model, DEQUANTISED)
     if reason is not None:
         return reason
+    if "blk.0.attn_qkv.weight" in model.tensors:
+        return "its queries, keys and values are one tensor"
     rotated, head_dim = rope_dims(model), model.spec.layers[0].attention.head_dim_k
     if rotated != head_dim or head_dim % 2:
         return f"its RoPE rotates {rotated} of {head_dim} dimensions of a head"
@@ -92,7 +98,7 @@ class GGUFSource:
     def __init__(self, model: GGUFModel) -> None:
         self._model = model
         self._file = TensorFile(model)
-        self._stored = {hf_name(name): name for name in model.tensors if name != ROPE_FREQS}
+        self._stored = {hf_name(name): name for name in model.tensors if name != FREQUENCIES}
         self.label = str(model.path)
 
     def __enter__(self) -> GGUFSource:

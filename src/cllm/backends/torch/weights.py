@@ -62,7 +62,7 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     """However many equal layers are claimed, this takes no time."""
     total = sum(_stored_bytes(item, dtype) for item in outer_tensors(spec))
     for layer, count in Counter(spec.layers).items():
-        total += count * sum(_stored_bytes(item, dtype) for item in layer_tensors(layer, spec.n_embd, 0))
+        total += count * sum(_stored_bytes(item, dtype) for item in layer_tensors(spec, layer, 0))
     return total
 
 
