@@ -19,7 +19,7 @@ from step_kit import KV_TYPES, assert_same, quick, random_tokens
 from thorough import some
 
 CLOSE = 1e-4
-"""RMS of differences, in standard deviations of the logits. K and V are f16 on both sides, but a few become neighbours."""
+"""RMS of differences, in standard deviations of the logits. Both sides round K and V to f16, a few to neighbours."""
 
 
 def far(found: NDArray[Any], expected: NDArray[Any]) -> float:

@@ -227,7 +227,7 @@ def test_impossible_attention_is_refused(changes: dict[str, Any], why: str) -> N
 )  # fmt: skip
 def test_impossible_layers_are_refused(changes: dict[str, Any]) -> None:
     spec = make_spec()
-    with pytest.raises(ValueError, match="relu|n_ff|norms"):
+    with pytest.raises(ValueError, match=r"relu|n_ff|norms"):
         Engine(instruction_set="auto", threads=1, spec=replace(spec, layers=(replace(spec.layers[0], **changes),)))
 
 

@@ -1,5 +1,5 @@
-"""Models whose layers differ: specs, random weights for them, what they compute in plain numpy, and a rig whose K/V lies
-in groups of cells."""
+"""Models whose layers differ: specs, random weights for them, what they compute in plain numpy, and a rig whose K/V
+lies in groups of cells."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ FEATURES: dict[str, ModelSpec] = {
     "temperature": with_attention(temperature=Temperature(1.5, 8)),
     "norm of values": with_attention(v_norm=True),
     "norm of heads": with_attention(qk_norm="head"),
+    "norm of turned heads": with_attention(qk_norm="head", qk_norm_last=True),
     "norm of all heads": with_attention(qk_norm="row"),
     "norm of all heads, biases": with_attention(qk_norm="row", qkv_bias=True),
     "biases": with_attention(qkv_bias=True),
@@ -143,8 +144,10 @@ MODELS = {
 def sizes_of(spec: ModelSpec) -> dict[tuple[int, str], tuple[int, ...]]:
     n_embd, own = spec.n_embd, spec.layer_input_size
     found: dict[tuple[int, str], tuple[int, ...]] = {
-        (-1, "token_embd"): (spec.n_vocab, n_embd), (-1, "output_norm"): (n_embd,), (-1, "output"): (spec.n_vocab, n_embd)
-    }  # fmt: skip
+        (-1, "token_embd"): (spec.n_vocab, n_embd),
+        (-1, "output_norm"): (n_embd,),
+        (-1, "output"): (spec.n_vocab, n_embd),
+    }
     if own:
         every = own * spec.n_layers
         found |= {(-1, "per_layer_token_embd"): (spec.n_vocab, every), (-1, "per_layer_model_proj"): (every, n_embd)}
@@ -306,18 +309,22 @@ def _attend(
     kept: dict[int, tuple[Doubles, Doubles]],
 ) -> Doubles:
     def heads(name: str, count: int, norm: bool) -> Doubles:
+        """`norm`: and turned."""
         rows = x @ own[name].T + own.get(f"{name}.bias", 0.0)
         if norm and of.qk_norm == "row":
             rows = _norm(spec, rows, own[f"{name}_norm"])
         cut = rows.reshape(len(x), count, -1)
-        return _norm(spec, cut, own[f"{name}_norm"]) if norm and of.qk_norm == "head" else cut
+        by_head = norm and of.qk_norm == "head"
+        cut = _norm(spec, cut, own[f"{name}_norm"]) if by_head and not of.qk_norm_last else cut
+        cut = _turned(of.rotation, cut) if norm else cut
+        return _norm(spec, cut, own[f"{name}_norm"]) if by_head and of.qk_norm_last else cut
 
     if of.kv_from is None:
         values = heads("attn_k" if of.v_is_k else "attn_v", of.n_kv_heads, norm=False)
         values = _norm(spec, values, np.ones(of.head_dim_v)) if of.v_norm else values
-        kept[index] = _half(_turned(of.rotation, heads("attn_k", of.n_kv_heads, norm=True))), _half(values)
+        kept[index] = _half(heads("attn_k", of.n_kv_heads, norm=True)), _half(values)
     keys, values = (np.repeat(each, of.group, 1) for each in kept[index if of.kv_from is None else of.kv_from])
-    queries = _turned(of.rotation, heads("attn_q", of.n_heads, norm=True))
+    queries = heads("attn_q", of.n_heads, norm=True)
     queries = queries * (of.head_dim_k**-0.5 if of.scale is None else of.scale)
     at = np.arange(len(x))
     if of.temperature is not None:
@@ -370,7 +377,7 @@ def groups_by_need(spec: ModelSpec, types: tuple[str, str]) -> tuple[list[Group]
 
 class GroupRig:
     """Sequences whose blocks lie in cells anywhere. What lies behind a window is spoiled as soon as it does: its cells
-    are filled with NaN, and its entries are no cells."""
+    are filled with NaN, and its entries are no cells, or missing."""
 
     def __init__(
         self,
@@ -405,24 +412,26 @@ class GroupRig:
         rows, tables = [], []
         for tokens, start, own, wants in parts:
             blocks = len(own[0]) // self.groups[0].cells
-            rows.append((len(tokens), start, wants, blocks, 0, 0))
-            for group, table in zip(self.groups, own, strict=True):
-                self._spoil(group, table, start)
-                tables.append(table)
+            row = [len(tokens), start, wants, blocks, 0, 0]
+            for index, (group, table) in enumerate(zip(self.groups, own, strict=True)):
+                gone = self._spoil(group, table, start)
+                first = gone // 2 if index else 0
+                tables.append(table[first * group.cells :])
+                row += [first, blocks - first] if index else []
+            rows.append(row)
         logits = np.full((sum(part[3] for part in parts), self.spec.n_vocab), np.nan, np.float32)
         ids = np.array([token for part in parts for token in part[0]], np.int32)
         assert self.engine.step(ids, np.array(rows, np.int32), np.concatenate(tables), logits)
         assert np.isfinite(logits).all()
         return logits
 
-    def _spoil(self, group: Group, table: NDArray[np.int32], start: int) -> None:
-        if not group.window:
-            return
-        gone = max(0, start - group.window + 1) // BLOCK * group.cells
-        for cell in table[:gone]:
-            if cell >= 0:
-                self._memory[cell] = 255
-        table[:gone] = -1
+    def _spoil(self, group: Group, table: NDArray[np.int32], start: int) -> int:
+        """Returns how many blocks no layer needs any more."""
+        gone = max(0, start - group.window + 1) // BLOCK if group.window else 0
+        behind = table[: gone * group.cells]
+        self._memory[behind[behind >= 0]] = 255
+        behind[:] = -1
+        return gone
 
     def run(self, tokens: Sequence[int], cuts: Sequence[int] = (), wants: int = 1) -> Floats:
         """Logits of the last tokens, all of the last chunk."""

@@ -1,7 +1,8 @@
 """The backend over the C++ engine: chunks become three arrays, and one call computes them.
 
     chunks ──► tokens   5 9 2 8 4 7 …     of all chunks, one after another
-               rows     4 0 1 2 0 0       a chunk each: tokens, first position, wanted logits, blocks, dropped, kept
+               rows     4 0 1 2 0 0       a chunk each: tokens, first position, wanted logits, blocks, dropped, kept;
+                                          first block and blocks of local layers that have their own
                table    7 3 9 4 0 …       all block tables, one after another
 
 The engine checks what it is given against its own geometry, so a wrong block or position is an error here, never a
@@ -40,6 +41,7 @@ from cllm.backends.native.loader import load_engine
 from cllm.errors import BackendError, ConfigError, StepAbortedError
 from cllm.kv.ops import BlockGeometry, Geometry, Move
 from cllm.models.gguf import GGUFModel
+from cllm.models.gguf_decoder import decoder_spec
 from cllm.models.load_progress import LoadProgress
 
 log = logging.getLogger("cllm")
@@ -60,21 +62,23 @@ class NativeBackend(Backend):
         instruction_set: str,
         kv_type_k: str,
         kv_type_v: str,
+        context: int | None = None,
         large_pages: bool = True,
     ) -> None:
+        """`context` is how long texts may be: by default as the model was trained for."""
         _check_instruction_set(instruction_set)
-        self.spec = model.spec
         self.traits = replace(self.traits, pooling=model.pooling, score_weight=1 + _head_share(model))
-        self._kv_types = {"type_k": kv_type_k, "type_v": kv_type_v}
+        self._kv_types = (kv_type_k, kv_type_v)
         self._large_pages = large_pages
         self._geometry: BlockGeometry | None = None
-        self._logits = self._room_for_logits(1)
         self._memory: NDArray[np.uint8] | None = None
         """All blocks as bytes, from the first time they are needed."""
         with LoadProgress(model.path.name) as progress:
             self._engine: Engine | None = load_engine(
-                model, threads=threads, instruction_set=instruction_set, progress=progress
+                model, threads=threads, context=context, instruction_set=instruction_set, progress=progress
             )
+        self.spec = decoder_spec(model, context)
+        self._logits = self._room_for_logits(1)
         if instruction_set == "auto" and self._engine.instruction_set != (best := instruction_sets()[0]):
             log.warning(
                 "this CPU has %s, but the system does not let this process use it; using %s",
@@ -216,12 +220,16 @@ class NativeBackend(Backend):
 
     def _reserve(self, geometry: BlockGeometry) -> None:
         self._memory = None
+        layout = geometry.layout
         try:
             self._open().allocate(
                 cells=geometry.blocks,
                 block_size=geometry.block_size,
+                type_k=self._kv_types[0],
+                type_v=self._kv_types[1],
+                cell_bytes=0 if layout is None else layout.cell_bytes,
+                groups=() if layout is None else [(group.layers, group.cells) for group in layout.groups],
                 large_pages=self._large_pages,
-                **self._kv_types,
             )
         except ValueError as error:
             raise ConfigError(f"the native engine cannot keep K/V as configured: {error}") from error
@@ -313,9 +321,12 @@ def _as_arrays(chunks: Sequence[Chunk]) -> tuple[NDArray[np.int32], NDArray[np.i
         tokens += chunk.tokens
         table.fromlist(chunk.blocks)
         rows += (len(chunk.tokens), chunk.start, chunk.wanted_logits, len(chunk.blocks), chunk.dropped, chunk.kept)
+        if chunk.local is not None:
+            table.fromlist(chunk.local.cells)
+            rows += (chunk.local.first, len(chunk.local.blocks))
     return (
         np.frombuffer(tokens, np.int32),
-        np.array(rows, np.int32).reshape(-1, 6),
+        np.array(rows, np.int32).reshape(len(chunks), -1),
         np.frombuffer(table, np.int32),
     )
 

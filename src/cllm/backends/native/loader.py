@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType
 
 from cllm._native import Engine
 from cllm.errors import ConfigError, ModelError
+from cllm.models.features import FEATURES
 from cllm.models.gguf import DAMAGED_ADVICE, GGUFModel, TensorFile
 from cllm.models.gguf_decoder import decoder_spec, stored_tensors, unsupported_reason
 from cllm.models.gguf_header import TensorInfo
@@ -26,8 +27,6 @@ _TYPES = frozenset({
     GGMLQuantizationType.IQ3_S, GGMLQuantizationType.IQ3_XXS, GGMLQuantizationType.IQ2_S, GGMLQuantizationType.IQ2_XS,
     GGMLQuantizationType.IQ2_XXS,
 })  # fmt: skip
-_FEATURES = frozenset[str]()
-"""What it supports of `cllm.models.features`."""
 _MAX_HEAD_DIM = 512
 _TILE_ROWS = 16
 _PIECE_BYTES = 16 << 20  # read and packed at a time
@@ -35,7 +34,7 @@ _PIECE_BYTES = 16 << 20  # read and packed at a time
 
 def unsupported(model: GGUFModel) -> str | None:
     """Why the native engine cannot run this model, as one clause; None: it can, unless the file is damaged."""
-    reason = unsupported_reason(model, _TYPES, _FEATURES)
+    reason = unsupported_reason(model, _TYPES, FEATURES)
     if reason is not None:
         return reason
     for head_dim in sorted({layer.attention.head_dim_k for layer in model.spec.layers}):
