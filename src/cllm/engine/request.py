@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+import numpy as np
+
 from cllm.backends.base import PromptScores
 from cllm.engine.reading import Embedding, Reading
 from cllm.engine.resuming import observe_generated, validate_generated
@@ -166,6 +168,12 @@ class Sequence(KVSequence):
         if self.reading is None or self.reading.reusable is None:
             return super().prefix
         return self.tokens[: self.reading.reusable + 1]
+
+    @property
+    def places(self) -> list[int]:  # type: ignore[override]
+        """Where others will go on: behind what is to be pinned, and behind messages, which end with such a token."""
+        ends = np.isin(np.frombuffer(self.tokens, np.int32), list(self.request.end_ids))
+        return [*(mark.tokens for mark in self.request.submission.pins), *(np.flatnonzero(ends) + 1).tolist()]
 
     @property
     def weight(self) -> float:

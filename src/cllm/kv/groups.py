@@ -4,13 +4,13 @@
     full     layers that attend to all tokens: a block of tokens takes one cell, from the first block on
     local    layers that attend to the last `window` tokens: a block takes `cells` cells, and is free behind the window
 
-A layer's part of a block lies in one cell: of a group's layers, the first `cell_bytes // layer_bytes` are in its first
-cell, and so on. A model whose layers all attend to everything, or all to a window, has one group.
+The layers of a group fill the cells of a block in their order, each wholly within one. A model whose layers all attend
+to everything, or all to a window, has one group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,8 +20,6 @@ class KVGroup:
     layers: tuple[int, ...]
     window: int
     """Tokens that its layers attend to; 0: all."""
-    layer_bytes: int
-    """K and V of a block's tokens in one layer."""
     cells: int
     """Cells of a block."""
 
@@ -57,24 +55,31 @@ class LayerKV(NamedTuple):
 
 
 def plan_groups(layers: Sequence[LayerKV], block_size: int, *, apart: bool) -> KVLayout:
-    """`apart`: local layers get a group of their own, if there are full ones and the layers of each kind are equal."""
+    """`apart`: local layers get a group of their own, if there are full ones."""
     full, local = ([layer for layer in layers if bool(layer.window) is windowed] for windowed in (False, True))
-    if not (apart and full and local and _equal(full) and _equal(local)):
-        size = sum(layer.block_bytes for layer in layers)
-        return KVLayout(block_size, size, (_group(layers, size // max(1, len(layers)), cells=1),))
-    cell = max(sum(layer.block_bytes for layer in full), local[0].block_bytes)
-    cells = -(-len(local) // (cell // local[0].block_bytes))
-    groups = _group(full, full[0].block_bytes, cells=1), _group(local, local[0].block_bytes, cells=cells)
-    return KVLayout(block_size, cell, groups)
+    if not (apart and full and local):
+        return KVLayout(block_size, _bytes(layers), (_group(layers, cells=1),))
+    cell = max(_bytes(full), *(layer.block_bytes for layer in local))
+    return KVLayout(block_size, cell, (_group(full, cells=1), _group(local, cells=_cells_for(local, cell))))
 
 
-def _equal(layers: Iterable[LayerKV]) -> bool:
-    return len({layer.block_bytes for layer in layers}) == 1
+def _bytes(layers: Sequence[LayerKV]) -> int:
+    return sum(layer.block_bytes for layer in layers)
 
 
-def _group(layers: Sequence[LayerKV], layer_bytes: int, *, cells: int) -> KVGroup:
+def _cells_for(layers: Sequence[LayerKV], cell: int) -> int:
+    """Cells are filled one after another, each layer wholly in one."""
+    cells, room = 0, 0
+    for layer in layers:
+        if layer.block_bytes > room:
+            cells, room = cells + 1, cell
+        room -= layer.block_bytes
+    return cells
+
+
+def _group(layers: Sequence[LayerKV], *, cells: int) -> KVGroup:
     windows = [layer.window for layer in layers]
-    return KVGroup(tuple(layer.number for layer in layers), max(windows) if all(windows) else 0, layer_bytes, cells)
+    return KVGroup(tuple(layer.number for layer in layers), max(windows) if all(windows) else 0, cells)
 
 
 class LocalBlock:

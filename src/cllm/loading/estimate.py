@@ -15,6 +15,8 @@ from cllm.loading.disk_cache import ModelFiles, files_of
 from cllm.loading.resources import kv_layout, local_bytes, local_shape
 from cllm.loading.sampling_defaults import SamplingDefaults, sampling_defaults
 from cllm.loading.torch_model import device_of
+from cllm.models.gguf import GGUFModel
+from cllm.models.gguf_decoder import decoder_spec
 
 BackendKind = Literal["native", "llama_cpp", "torch", "fake"]
 
@@ -71,6 +73,8 @@ def estimate(config: Config) -> Estimate:
         files = files_of(model)
         kind = choose_backend(config, model)
         name, spec = name_of(config, model), model.spec
+        if kind == "native" and isinstance(model, GGUFModel):
+            spec = decoder_spec(model)  # with the windows of its layers
         weights = weights_of(config, model, kind).size
         weight_type, sampling = model.weight_type, sampling_defaults(config, model)
     is_elastic = kind == "native" or (kind == "fake" and config.backend.fake.layout == "paged")

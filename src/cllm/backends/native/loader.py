@@ -17,6 +17,7 @@ from cllm.models.gguf import DAMAGED_ADVICE, GGUFModel, TensorFile
 from cllm.models.gguf_decoder import decoder_spec, stored_tensors, unsupported_reason
 from cllm.models.gguf_header import TensorInfo
 from cllm.models.load_progress import ByteProgress
+from cllm.models.spec import ModelSpec
 from cllm.models.tensors import TensorSpec
 
 _TYPES = frozenset({
@@ -47,19 +48,19 @@ def load_engine(
     model: GGUFModel,
     *,
     threads: int,
-    context: int | None = None,
+    spec: ModelSpec | None = None,
     instruction_set: str = "auto",
     progress: ByteProgress = lambda done, total: None,
 ) -> Engine:
     """An engine with the model's weights, packed. Every problem is a `ModelError` that names the file.
 
-    `context` is how long texts may be: by default as the model was trained for. `progress` is called with the bytes
-    loaded so far and in all.
+    `spec` is the model's `decoder_spec`, by default the one for texts as long as it was trained for. `progress` is
+    called with the bytes loaded so far and in all.
     """
     reason = unsupported(model)
     if reason is not None:
         raise ModelError(f"{model.path}: the native engine cannot run this model: {reason}")
-    spec = decoder_spec(model, context)
+    spec = spec or decoder_spec(model)
     wanted = list(stored_tensors(model, spec))
     try:
         engine = Engine(instruction_set=instruction_set, threads=threads, spec=spec)

@@ -22,8 +22,12 @@ from cllm.kv.paged.block_table import BlockNode
 from cllm.kv.paged.holder_ids import HolderIds
 from cllm.kv.paged.pool import BlockPool
 
-MOST_ON_A_PATH = 8
-"""Snapshots that one sequence's path keeps. Of more, the one whose loss costs the least computing goes."""
+FEWEST, MOST = 3, 32
+"""Snapshots that one sequence's path may always keep, and the most. Of more, the one whose loss costs the least
+computing goes."""
+
+WORTH = 2
+"""Beyond the fewest, all snapshots of a path may take so many times the memory of its full layers."""
 
 
 class LocalShape(NamedTuple):
@@ -226,9 +230,9 @@ class LocalMemory:
         """Keep a path's snapshots few: drop the one that is closest behind another, which costs the least to compute
         again. Places where several prefixes part are kept."""
         path = list(on_path(newest.node))
-        if len(path) <= MOST_ON_A_PATH:
-            return
         ends = [*(end for end, _ in path), 0]
+        if len(path) <= min(max(WORTH * ends[0] // max(1, newest.cells), FEWEST), MOST):
+            return
         gaps = [
             (ends[i] - ends[i + 1], snapshot)
             for i, (_, snapshot) in enumerate(path)

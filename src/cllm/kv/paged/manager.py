@@ -307,6 +307,9 @@ class PagedKVManager(KVManager):
             pins=len(self.pins.all),
             pinned=prefixes.pinned,
             pins_refused=self.pins.all.refused,
+            local=0 if arena.local is None else arena.local.shape.cells * len(arena.local.all),
+            local_evictable=0 if arena.local is None else arena.local.evictable,
+            snapshots=0 if arena.local is None else len(arena.local.policy),
             blocks_stored=arena.events.blocks_stored,
             blocks_removed=arena.events.blocks_removed,
         )
@@ -328,12 +331,26 @@ class PagedKVManager(KVManager):
                 }
                 for s in self.arena.running.values()
             ],
+            "groups": self._groups(),
             "prefix_nodes_evictable": len(self.arena.prefixes.policy),
             "upkeep": self.upkeep.details(),
             "host": self.tiers.host_details(),
             "disk": self.tiers.disk_details(self.loading),
             "pins": self.pins.details(),
         }
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Layers with equal needs: bytes of a block's tokens, and blocks that are held."""
+        arena, local = self.arena, self.arena.local
+        held = arena.pool.total - arena.pool.free
+        if local is None:
+            return [{"window": None, "block_bytes": arena.block_bytes, "blocks": held}]
+        size, blocks = local.shape.cells, len(local.all)
+        return [
+            {"window": None, "block_bytes": arena.block_bytes, "blocks": held - size * blocks},
+            {"window": local.shape.window, "block_bytes": size * arena.block_bytes, "blocks": blocks}
+            | {"evictable": local.evictable // size, "snapshots": len(local.policy)},
+        ]
 
     def view(self) -> KVView:
         return paged_view(self.arena)
