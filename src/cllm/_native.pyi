@@ -31,7 +31,8 @@ def product(
     """
 
 class RowSampler:
-    """Drawing tokens from rows of logits, as cllm.engine.draw defines it. Any thread may call it. The GIL is released.
+    """Drawing tokens from rows of logits without sorting them. Any thread may call it. The GIL is released. A row's
+    result depends on the row and the arguments alone.
 
     Raises ValueError for an empty row, and for a `peak` that is not finite.
     """
@@ -40,10 +41,11 @@ class RowSampler:
         """`instruction_set` "auto" takes the best one."""
 
     def argmax(self, values: NDArray[np.float32]) -> int:
-        """The first of the largest values, or the first NaN."""
+        """The first of the largest values, or the first NaN, so that it also tells whether the row is valid."""
 
     def masked(self, values: NDArray[np.float32], mask: NDArray[np.int32]) -> NDArray[np.float32]:
-        """A copy, with -inf for every token whose bit in `mask` is 0. Raises ValueError if the mask is shorter."""
+        """A copy, with -inf for every token whose bit in `mask` is 0; the lowest bit of a word is its first token.
+        Raises ValueError if the mask is shorter."""
 
     def draw(
         self,
@@ -56,13 +58,18 @@ class RowSampler:
         top_p: float,
         min_p: float,
     ) -> int:
-        """The token that `u` in [0, 1) selects."""
+        """The token that `u` in [0, 1) selects: temperature, then top_k, top_p and min_p, then the inverse CDF.
+
+        `peak` is the largest of `values`. top_p counts the mass of what top_k left. The CDF runs over the tokens that
+        are left, in the order of their ids.
+        """
 
     def log_total(self, values: NDArray[np.float32], peak: float) -> float:
         """The logarithm of the sum of exp(values)."""
 
     def largest(self, values: NDArray[np.float32], count: int) -> NDArray[np.intp]:
-        """Ids of the `count` (at least 1) largest values, in the order of ids."""
+        """Ids of the `count` (at least 1) largest values, in the order of ids. Of equal values the lowest ids; never a
+        -inf, even if that leaves fewer than `count`."""
 
 class Engine:
     """A model's weights, its K/V arena and its part of the process's threads. Life: construct, `load` each tensor,

@@ -11,7 +11,7 @@ from cllm.config import Config
 from cllm.drafts import Drafter
 from cllm.engine.budget import StepBudget
 from cllm.engine.plan import Drafting
-from cllm.engine.row_sampler import RowSampler, fastest_sampler
+from cllm.engine.row_sampler import RowSampler, open_sampler
 from cllm.engine.scheduler import Scheduler
 from cllm.kv.groups import KVLayout
 from cllm.kv.manager import KVManager
@@ -77,7 +77,7 @@ def load_model(
     `share` is for one of several models. `before_mapping` is called before the model file is mapped, if it is.
     """
     share = share or ModelShare()
-    row_sampler = fastest_sampler(config.backend.native.instruction_set)
+    row_sampler = open_sampler(config.backend.native.instruction_set)
     text = open_text(config, share.tokenizers)
     files = None if text.model is None else files_of(text.model)
     backend, budget = open_backend(config, text, share, before_mapping)
