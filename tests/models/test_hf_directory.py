@@ -81,7 +81,7 @@ def test_rope_as_older_and_newer_files_write_it(key: str, tmp_path: Path) -> Non
         ({"mlp_bias": True}, "mlp_bias is True"),
         ({"sliding_window": 128}, "sliding_window is 128"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type is 'yarn', but only default"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}}, "rope_scaling.rope_type is 'ntk', but only default"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ({"head_dim": 7}, "head_dim is 7"),
         ({"hidden_size": None}, "hidden_size is missing"),
@@ -261,7 +261,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
             "rope_scaling",
         ),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "full_attention"),
-        ({"rope_parameters": {}, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_parameters": {}, "rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
     ],
 )
 def test_no_kind_of_rope_is_passed_over(settings: dict[str, Any], named: str, tmp_path: Path) -> None:

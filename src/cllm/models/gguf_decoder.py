@@ -176,7 +176,7 @@ def _unsupported_tensors(model: GGUFModel, types: Container[int]) -> str | None:
     architecture, spec = model.spec.architecture, replace(model.spec, tied=False)
     attention = replace(spec.layers[0].attention, qkv_bias=True, qk_norm="head" if architecture == "qwen3" else "")
     known = {item.name for item in outer_tensors(spec)} | ({ROPE_FREQS} if architecture == "llama" else set())
-    in_layers = {item.name for item in layer_tensors(LayerSpec(attention), spec.n_embd, 0)}
+    in_layers = {item.name for item in layer_tensors(spec, LayerSpec(attention), 0)}
     for name, info in model.tensors.items():
         match = _LAYER_TENSOR.fullmatch(name)
         in_layer = match is not None and int(match[1]) < spec.n_layers and f"blk.0.{match[2]}" in in_layers

@@ -16,6 +16,7 @@ from typing import Literal
 
 from cllm.kv.sizing import KV_TYPES
 
+Activation = Literal["silu", "gelu"]
 MOST_LAYERS = 1 << 16
 """What a file claims beyond that is never there, and would take much memory."""
 
@@ -56,6 +57,8 @@ class AttentionSpec:
     output_bias: bool = False
     qk_norm: Literal["", "head", "row"] = ""
     """What of queries and keys is normalised before they are turned: nothing, every head, or all heads together."""
+    qk_norm_last: bool = False
+    """Whether they are normalised after they are turned instead."""
     v_norm: bool = False
     """Whether the values of every head are normalised, without weights."""
     scale: float | None = None
@@ -99,7 +102,9 @@ class AttentionSpec:
         return self.n_heads * self.head_dim_v
 
     def kv_bytes_per_token(self, type_k: str, type_v: str) -> int:
-        """KV heads count, not query heads."""
+        """KV heads count, not query heads. 0: they are another layer's."""
+        if self.kv_from is not None:
+            return 0
         key, value = KV_TYPES[type_k].row_bytes(self.head_dim_k), KV_TYPES[type_v].row_bytes(self.head_dim_v)
         return self.n_kv_heads * (key + value)
 
@@ -108,8 +113,8 @@ class AttentionSpec:
 class FeedForwardSpec:
     size: int = 0
     """Values between its matrices."""
-    activation: Literal["silu", "gelu"] = "silu"
-    """Of the gate, which the other half is multiplied by. gelu: its approximation by tanh."""
+    activation: Activation = "silu"
+    """What is done to the gate, which the other half is multiplied by. gelu: its approximation by tanh."""
 
 
 @dataclass(frozen=True, slots=True)

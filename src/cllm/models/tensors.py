@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.models.spec import LayerSpec, ModelSpec
+from cllm.models.spec import AttentionSpec, LayerSpec, ModelSpec
 
 HF_EMBEDDING, HF_NORM, HF_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _HF_NAMES = {
@@ -29,6 +29,9 @@ _HF_NAMES = {
 }
 
 
+_VECTORS = ("norm", ".bias", "attn_sinks", "layer_output_scale")
+
+
 class TensorSpec(NamedTuple):
     """`name` is a GGUF file's; `role` is that without layer and ".weight". A vector has one row."""
 
@@ -37,16 +40,18 @@ class TensorSpec(NamedTuple):
     role: str
     rows: int
     cols: int
+    first: int = 0
+    """Where it begins in the tensor of that name, if a file has several in one: a row, or a value of a vector."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.cols,) if self.role.endswith(("norm", ".bias")) else (self.rows, self.cols)
+        return (self.cols,) if self.role.endswith(_VECTORS) else (self.rows, self.cols)
 
 
 def all_tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
     yield from outer_tensors(spec)
     for index, layer in enumerate(spec.layers):
-        yield from layer_tensors(layer, spec.n_embd, index)
+        yield from layer_tensors(spec, layer, index)
 
 
 def outer_tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
@@ -55,31 +60,50 @@ def outer_tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
     yield TensorSpec("output_norm.weight", -1, "output_norm", 1, spec.n_embd)
     if not spec.tied:
         yield TensorSpec("output.weight", -1, "output", spec.n_vocab, spec.n_embd)
+    if size := spec.layer_input_size:
+        all_layers = spec.n_layers * size
+        yield TensorSpec("per_layer_token_embd.weight", -1, "per_layer_token_embd", spec.n_vocab, all_layers)
+        yield TensorSpec("per_layer_model_proj.weight", -1, "per_layer_model_proj", all_layers, spec.n_embd)
+        yield TensorSpec("per_layer_proj_norm.weight", -1, "per_layer_proj_norm", 1, size)
 
 
-def layer_tensors(layer: LayerSpec, n_embd: int, index: int) -> Iterator[TensorSpec]:
-    attention, n_ff = layer.attention, layer.feed_forward.size
-    sizes = {
-        "attn_norm.weight": (1, n_embd),
-        "attn_q.weight": (attention.q_size, n_embd),
-        "attn_k.weight": (attention.k_size, n_embd),
-        "attn_v.weight": (attention.v_size, n_embd),
-        "attn_output.weight": (n_embd, attention.output_size),
-        "ffn_norm.weight": (1, n_embd),
-        "ffn_gate.weight": (n_ff, n_embd),
-        "ffn_up.weight": (n_ff, n_embd),
-        "ffn_down.weight": (n_embd, n_ff),
-    }
+def layer_tensors(spec: ModelSpec, layer: LayerSpec, index: int) -> Iterator[TensorSpec]:
+    n_embd, n_ff = spec.n_embd, layer.feed_forward.size
+    sizes = _attention_tensors(layer.attention, n_embd)
+    sizes |= {"ffn_gate.weight": (n_ff, n_embd), "ffn_up.weight": (n_ff, n_embd), "ffn_down.weight": (n_embd, n_ff)}
+    if layer.norms != "after":
+        sizes["attn_norm.weight"] = sizes["ffn_norm.weight"] = (1, n_embd)
+    if layer.norms != "before":
+        sizes["post_attention_norm.weight"] = sizes["post_ffw_norm.weight"] = (1, n_embd)
+    if layer.output_scale:
+        sizes["layer_output_scale.weight"] = (1, 1)
+    if size := spec.layer_input_size:
+        sizes |= {"inp_gate.weight": (size, n_embd), "proj.weight": (n_embd, size), "post_norm.weight": (1, n_embd)}
+    for name, (rows, cols) in sizes.items():
+        yield TensorSpec(f"blk.{index}.{name}", index, name.removesuffix(".weight"), rows, cols)
+
+
+def _attention_tensors(attention: AttentionSpec, n_embd: int) -> dict[str, tuple[int, int]]:
+    parts = {"q": attention.q_size}
+    if attention.kv_from is None:
+        parts["k"] = attention.k_size
+        if not attention.v_is_k:
+            parts["v"] = attention.v_size
+    sizes = {f"attn_{part}.weight": (size, n_embd) for part, size in parts.items()}
+    sizes["attn_output.weight"] = (n_embd, attention.output_size)
     if attention.qkv_bias:
-        sizes["attn_q.bias"] = (1, attention.q_size)
-        sizes["attn_k.bias"] = (1, attention.k_size)
-        sizes["attn_v.bias"] = (1, attention.v_size)
+        sizes |= {f"attn_{part}.bias": (1, size) for part, size in parts.items()}
     if attention.output_bias:
         sizes["attn_output.bias"] = (1, n_embd)
     if attention.qk_norm:
-        sizes["attn_q_norm.weight"] = sizes["attn_k_norm.weight"] = (1, attention.head_dim_k)
-    for name, (rows, cols) in sizes.items():
-        yield TensorSpec(f"blk.{index}.{name}", index, name.removesuffix(".weight"), rows, cols)
+        for part in parts.keys() - {"v"}:
+            sizes[f"attn_{part}_norm.weight"] = (
+                1,
+                attention.head_dim_k if attention.qk_norm == "head" else parts[part],
+            )
+    if attention.sinks:
+        sizes["attn_sinks.weight"] = (1, attention.n_heads)
+    return sizes
 
 
 def hf_name(name: str) -> str:
