@@ -7,7 +7,8 @@
 //
 // Slots that were never written may hold anything; with f16, NaN, too. Their scores are computed, since lanes are independent,
 // and then overwritten; their V is never read, since 0 * NaN is not 0. Quantised values and scales are always finite, so a
-// weight of 0 is enough there. The same holds for positions that a row may not see.
+// weight of 0 is enough there. The same holds for positions that a row may not see: those after it, and those before its
+// window. A split begins where a tile of rows first sees something, at a whole tile.
 #pragma once
 
 #include "attention_quants.inl"
@@ -21,7 +22,8 @@ CLLM_INLINE Vec weight_of(Vec x) { return exp_within(vmax(x, Vec::all(-60.0f)));
 
 struct RowBlock {
     int first, rows;
-    int visible_to_all;  // positions of the split that each of its rows may see
+    int hidden_from_any;  // positions of the split that lie before what one of its rows may see
+    int visible_to_all;   // where those end that each of its rows may see
     int visible_to_any;
 };
 
@@ -65,10 +67,10 @@ struct Attention {
     }
 
     void locate() {
-        const size_t block_bytes = layout.block_bytes();
-        const size_t k_offset = layout.k_tile(job.layer, job.kv_head, 0), k_bytes = layout.k_tile_bytes();
-        const size_t v_offset = layout.v_tile(job.layer, job.kv_head, 0), v_bytes = layout.v_tile_bytes();
-        const int32_t* block = job.blocks + begin / layout.block_size;
+        const size_t cell_bytes = layout.cell_bytes;
+        const size_t k_offset = layout.k_tile(job.kv_head, 0), k_bytes = layout.k_tile_bytes();
+        const size_t v_offset = layout.v_tile(job.kv_head, 0), v_bytes = layout.v_tile_bytes();
+        const int32_t* cell = layout.entry(job.blocks, begin / layout.block_size);
         int tile = begin % layout.block_size / kTileTokens;
         const int n = n_chunks * kChunkTiles;
         const uint8_t** of_values = tiles + n;
@@ -79,27 +81,33 @@ struct Attention {
                 of_values[i] = of_values[i - 1];
                 continue;
             }
-            const uint8_t* base = job.arena + size_t(*block) * block_bytes;
+            const uint8_t* base = job.arena + size_t(*cell) * cell_bytes;
             tiles[i] = base + k_offset + size_t(tile) * k_bytes;
             of_values[i] = base + v_offset + size_t(tile) * v_bytes;
             if (++tile == layout.tiles_per_block()) {
                 tile = 0;
-                ++block;
+                cell += layout.cells;
             }
         }
         for (int t = 0; t < kChunkTiles; ++t) of_values[n + t] = of_values[n - 1];
     }
 
-    // Positions of the split that a row may see, perhaps none.
+    CLLM_INLINE int limit(int row) const { return job.first_position + (job.tokens == 1 ? 0 : row / job.heads) + 1; }
+
+    // A row may see the split's positions [hidden, visible), perhaps none.
     CLLM_INLINE int visible(int row) const {
-        const int limit = job.first_position + (job.tokens == 1 ? 0 : row / job.heads) + 1;
-        return limit <= begin ? 0 : (limit < end ? limit : end) - begin;
+        const int last = limit(row);
+        return last <= begin ? 0 : (last < end ? last : end) - begin;
+    }
+    CLLM_INLINE int hidden(int row) const {
+        const int first = limit(row) - job.window;
+        return first <= begin ? 0 : (first < end ? first : end) - begin;
     }
 
     CLLM_INLINE RowBlock block(int index) const {
         const int first = index * block_rows + (index < n_larger ? index : n_larger);
         const int count = block_rows + (index < n_larger ? 1 : 0);
-        return {first, count, visible(first), visible(first + count - 1)};
+        return {first, count, hidden(first + count - 1), visible(first), visible(first + count - 1)};
     }
 
     // Chunks are numbered through: those of K, then those of V.
@@ -190,15 +198,26 @@ struct Attention {
         }
     }
 
-    // Each row's largest visible score; the rest of its last vector becomes -infinity.
+    void cap_scores(const RowBlock& of) const {
+        const Vec to = Vec::all(1.0f / job.softcap), back = Vec::all(job.softcap);
+        for (int row = of.first; row < of.first + of.rows; ++row) {
+            float* x = scores + size_t(row) * kScoreStride;
+            const int n = visible(row);
+            for (int i = hidden(row) / Vec::lanes * Vec::lanes; i < n; i += Vec::lanes)
+                (vtanh(Vec::load(x + i) * to) * back).store(x + i);
+        }
+    }
+
+    // Each row's largest visible score; the rest of its first and its last vector becomes -infinity.
     void find_peaks(const RowBlock& of, float* states) const {
         float limits[2 * Vec::lanes];
         for (int i = 0; i < 2 * Vec::lanes; ++i) limits[i] = i < Vec::lanes ? INFINITY : -INFINITY;
         for (int row = of.first; row < of.first + of.rows; ++row) {
             float* x = scores + size_t(row) * kScoreStride;
-            const int n = visible(row);
+            const int n = visible(row), skipped = hidden(row);
             Vec peaks = Vec::all(-INFINITY);
-            int i = 0;
+            int i = skipped / Vec::lanes * Vec::lanes;
+            for (int h = i; h < skipped; ++h) x[h] = -INFINITY;
             for (; i + Vec::lanes <= n; i += Vec::lanes) peaks = vmax(Vec::load(x + i), peaks);
             if (i < n) {
                 const Vec last = vmin(Vec::load(x + i), Vec::load(limits + Vec::lanes - (n - i)));
@@ -209,21 +228,22 @@ struct Attention {
         }
     }
 
-    // Turns scores into weights (0 for later positions in the last tile) and adds them up. Separate from find_peaks, so that
+    // Turns scores into weights (0 for hidden positions, and for later ones in the last tile) and adds them up. Separate from find_peaks, so that
     // rows overlap in the pipeline.
     void exponentiate(const RowBlock& of, float* states) const {
         for (int row = of.first; row < of.first + of.rows; ++row) {
             float* x = scores + size_t(row) * kScoreStride;
             float* sum_and_peak = states + size_t(row) * (head_dim + 2) + head_dim;
             const Vec peak = Vec::all(sum_and_peak[1]);
-            const int n = visible(row);
+            const int n = visible(row), skipped = hidden(row);
             Vec total = Vec::zero();
-            for (int i = 0; i < n; i += Vec::lanes) {
+            for (int i = skipped < n ? skipped / Vec::lanes * Vec::lanes : n; i < n; i += Vec::lanes) {
                 const Vec weight = weight_of(Vec::load(x + i) - peak);
                 weight.store(x + i);
                 total = total + weight;
             }
             sum_and_peak[0] = total.sum();
+            for (int i = 0; i < skipped; ++i) x[i] = 0.0f;
             for (int i = n; i % kTileTokens != 0; ++i) x[i] = 0.0f;
         }
     }
@@ -236,14 +256,20 @@ struct Attention {
             add(c, first - c.begin, last - c.begin, head_dim, scores + size_t(row) * kScoreStride + c.begin,
                 sums + size_t(row) * width, width);
         };
-        // Rows of a block differ in what they see by a few positions at most; those are added row by row.
-        const int common = of.visible_to_all < c.end ? of.visible_to_all : c.end;
-        run(of.first, of.rows, c.begin, common);
-        if (of.visible_to_any <= c.begin || common == c.end) return;
-        for (int row = of.first; row < of.first + of.rows; ++row) {
-            const int limit = visible(row);
-            run(row, 1, common > c.begin ? common : c.begin, limit < c.end ? limit : c.end);
-        }
+        // Rows of a block differ in what they see by a few positions at most; those are added row by row, in order.
+        const auto alone = [&](int first, int last) {
+            for (int row = of.first; row < of.first + of.rows; ++row) {
+                const int from = hidden(row), to = visible(row);
+                run(row, 1, from > first ? from : first, to < last ? to : last);
+            }
+        };
+        const int first = of.hidden_from_any > c.begin ? of.hidden_from_any : c.begin;
+        const int last = of.visible_to_all < c.end ? of.visible_to_all : c.end;
+        if (of.visible_to_any <= c.begin) return;
+        if (first >= last) return alone(c.begin, c.end);
+        if (first > c.begin) alone(c.begin, first);
+        run(of.first, of.rows, first, last);
+        if (last < c.end) alone(last, c.end);
     }
 
     void add_halves(float* states) const {
@@ -308,6 +334,7 @@ static void attend(const AttendJob& job, int begin, int end, float* states, uint
     const bool k_halves = job.layout->k_type == KVType::f16, v_halves = job.layout->v_type == KVType::f16;
     k_halves ? attention.score_halves() : attention.score_quants();
     for (int b = 0; b < attention.n_blocks; ++b) {
+        if (job.softcap != 0.0f) attention.cap_scores(attention.block(b));
         attention.find_peaks(attention.block(b), states);
         attention.exponentiate(attention.block(b), states);
     }

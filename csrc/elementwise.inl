@@ -31,16 +31,46 @@ static void add(const float* x, int64_t n, float* to) {
     for (; i < n; ++i) to[i] += x[i];
 }
 
+static void add_scaled(const float* x, int64_t n, float scale, float total, float* to) {
+    const Vec scales = Vec::all(scale), totals = Vec::all(total);
+    int64_t i = 0;
+    for (; i + Vec::lanes <= n; i += Vec::lanes)
+        ((Vec::load(to + i) + Vec::load(x + i) * scales) * totals).store(to + i);
+    for (; i < n; ++i) to[i] = (to[i] + x[i] * scale) * total;
+}
+
 CLLM_INLINE Vec silu(Vec x) { return x / (Vec::all(1.0f) + vexp(Vec::zero() - x)); }
 
-static void silu_mul(const float* gate, const float* up, int64_t n, float* out) {
+// x * (1 + tanh(u)) / 2 with u = sqrt(2 / pi) * (x + 0.044715 x^3), which is x times the sigmoid of 2 * u.
+CLLM_INLINE Vec gelu(Vec x) {
+    const Vec cubic = fma(x * x * x, Vec::all(0.044715f), x);
+    return x / (Vec::all(1.0f) + vexp(cubic * Vec::all(-1.5957691216057308f)));
+}
+
+// out = of(a, b) for whole vectors; the last ones in a vector that is filled up, so that every value is computed alike.
+template <class Of>
+static CLLM_INLINE void each_vector(const float* a, const float* b, int64_t n, float* out, Of of) {
     int64_t i = 0;
-    for (; i + Vec::lanes <= n; i += Vec::lanes) (silu(Vec::load(gate + i)) * Vec::load(up + i)).store(out + i);
+    for (; i + Vec::lanes <= n; i += Vec::lanes) of(Vec::load(a + i), Vec::load(b + i)).store(out + i);
     if (i == n) return;
-    float last_gate[Vec::lanes] = {}, last_up[Vec::lanes] = {}, last[Vec::lanes];
-    for (int64_t k = i; k < n; ++k) last_gate[k - i] = gate[k], last_up[k - i] = up[k];
-    (silu(Vec::load(last_gate)) * Vec::load(last_up)).store(last);
+    float last_a[Vec::lanes] = {}, last_b[Vec::lanes] = {}, last[Vec::lanes];
+    for (int64_t k = i; k < n; ++k) last_a[k - i] = a[k], last_b[k - i] = b[k];
+    of(Vec::load(last_a), Vec::load(last_b)).store(last);
     for (int64_t k = i; k < n; ++k) out[k] = last[k - i];
+}
+
+static void silu_mul(const float* gate, const float* up, int64_t n, float* out) {
+    each_vector(gate, up, n, out, [](Vec g, Vec u) { return silu(g) * u; });
+}
+
+static void gelu_mul(const float* gate, const float* up, int64_t n, float* out) {
+    each_vector(gate, up, n, out, [](Vec g, Vec u) { return gelu(g) * u; });
+}
+
+static void cap(float* x, int64_t n, float scale, float softcap) {
+    if (softcap == 0.0f) return each_vector(x, x, n, x, [&](Vec v, Vec) { return v * Vec::all(scale); });
+    const Vec scales = Vec::all(scale / softcap), caps = Vec::all(softcap);
+    each_vector(x, x, n, x, [&](Vec v, Vec) { return vtanh(v * scales) * caps; });
 }
 
 static void rope(float* heads, int n_heads, int head_dim, int n_rot, const float* cosines, const float* sines, bool neox,

@@ -18,6 +18,8 @@ namespace {
 constexpr int64_t kPartsPerThread = 6;
 constexpr int64_t kRowsPerPart = 96;
 
+const Vector kNone;
+
 }  // namespace
 
 double Forward::now() {
@@ -41,10 +43,19 @@ std::array<double, size_t(Phase::count)> Forward::take_profile() {
     return taken;
 }
 
-bool Forward::step(const int32_t* tokens, const std::vector<Chunk>& chunks, const KVLayout& layout, uint8_t* arena,
+Forward::Forward(const Model& model, Team& team) : model_(model), team_(team), kernels_(model.kernels), work_(model.shape) {
+    for (const LayerShape& s : model.shape.layers) {
+        const auto fits = [&](const Walk& walk) { return walk.fits(s); };
+        const auto found = std::find_if(walks_.begin(), walks_.end(), fits);
+        walk_of_.push_back(int(found - walks_.begin()));
+        if (found == walks_.end()) walks_.push_back({s.group(), s.n_kv_heads, s.head_dim, s.window, {}, {}, false});
+    }
+}
+
+bool Forward::step(const int32_t* tokens, const std::vector<Chunk>& chunks, const KVMap& map, uint8_t* arena,
                    const StepOutputs& outputs) {
     tokens_ = tokens;
-    layout_ = &layout;
+    map_ = &map;
     arena_ = arena;
     abort_.store(false);
     plan_rows(chunks);
@@ -55,6 +66,7 @@ bool Forward::step(const int32_t* tokens, const std::vector<Chunk>& chunks, cons
     rotates_later_ = rows_are_apart();
     const Turn turn(team_);
     embed();
+    if (model_.shape.layer_input_size) embed_for_layers();
     for (int layer = 0; layer < model_.shape.n_layers(); ++layer) {
         if (abort_.load(std::memory_order_relaxed)) return false;
         if (!run_layer(layer)) return true;
@@ -77,7 +89,7 @@ void Forward::plan_rows(const std::vector<Chunk>& chunks) {
         for (int i = 0; i < chunk.tokens; ++i) {
             positions_.push_back(chunk.first_position + i);
             dropped_.push_back(chunk.dropped);
-            tables_.push_back(chunk.blocks);
+            tables_.push_back(chunk.tables);
         }
         const int end = int(positions_.size()), needed = chunk.needed_rows(), first = int(wanted_.size());
         for (int row = end - needed; row < end; ++row) wanted_.push_back(row);
@@ -92,55 +104,95 @@ void Forward::plan_rows(const std::vector<Chunk>& chunks) {
 }
 
 void Forward::embed() {
-    const int pairs = int(model_.rope_frequencies.size());
     const int64_t embd = model_.shape.n_embd;
-    const auto turn = [&](int64_t row, int position, Rotations& to) {
-        for (int i = 0; i < pairs; ++i) {
-            const double angle = position * model_.rope_frequencies[size_t(i)];
-            to.cosines.data()[row * pairs + i] = float(std::cos(angle));
-            to.sines.data()[row * pairs + i] = float(std::sin(angle));
+    const float scale = model_.shape.embedding_scale;
+    const auto turn = [&](int64_t row, int position, std::vector<Rotations>& to) {
+        for (size_t r = 0; r < model_.rotations.size(); ++r) {
+            const Turning& turning = model_.rotations[r];
+            const size_t pairs = turning.frequencies.size();
+            float *cosines = to[r].cosines.data() + size_t(row) * pairs, *sines = to[r].sines.data() + size_t(row) * pairs;
+            for (size_t i = 0; i < pairs; ++i) {
+                const double angle = position * turning.frequencies[i];
+                cosines[i] = float(std::cos(angle) * turning.shape.magnitude);
+                sines[i] = float(std::sin(angle) * turning.shape.magnitude);
+            }
         }
     };
     each_panel(Phase::norm, [&](int, int64_t row) {
-        unpack_row(model_.token_embd, tokens_[row], work_.x.data() + row * embd);
+        float* x = work_.x.data() + row * embd;
+        unpack_row(model_.token_embd, tokens_[row], x);
+        if (scale != 1.0f) kernels_.cap(x, embd, scale, 0.0f);
         const int position = positions_[size_t(row)], dropped = dropped_[size_t(row)];
         turn(row, position + dropped, work_.rotations);
         if (dropped > 0) turn(row, position, work_.sink_rotations);
     });
 }
 
+// What each layer gets of each token by itself: an embedding of its own, and a part of the first embedding, projected.
+void Forward::embed_for_layers() {
+    const int64_t own = model_.shape.layer_input_size, layers = model_.shape.n_layers();
+    const float project = float(1.0 / std::sqrt(double(model_.shape.n_embd))), embed = float(std::sqrt(double(own)));
+    const float both = float(std::sqrt(0.5));
+    multiply({{&model_.layer_proj, work_.layer_inputs.data()}}, normalised({}), false, Phase::norm, Phase::qkv);
+    each_panel(Phase::norm, [&](int thread, int64_t row) {
+        float* found = work_.threads[size_t(thread)].layer_inputs.data();
+        unpack_row(model_.layer_embd, tokens_[row], found);
+        float* to = work_.layer_inputs.data() + row * layers * own;
+        kernels_.cap(to, layers * own, project, 0.0f);
+        for (int64_t layer = 0; layer < layers; ++layer, to += own, found += own) {
+            kernels_.rms_norm(to, model_.layer_proj_norm.data(), own, model_.shape.rms_eps, to);
+            kernels_.add_scaled(found, own, embed, both, to);
+        }
+    });
+}
+
 // False if the step has no other outputs.
 bool Forward::run_layer(int index) {
     const Layer& layer = model_.layers[size_t(index)];
-    const Product q{&layer.q, work_.q.data()}, k{&layer.k, work_.k.data()}, v{&layer.v, work_.v.data()};
-    const bool last = index == model_.shape.n_layers() - 1;
-    if (last && int64_t(wanted_.size()) < rows_) {
+    const bool stores = layer.shape.stores();
+    if (index == model_.last_stored && int64_t(wanted_.size()) < rows_) {
         // The other rows are needed for K and V only.
-        multiply({k, v}, normalised(layer.attn_norm), false, Phase::norm, Phase::qkv);
-        rotate_and_store(layer, index, false);
+        project(layer, false, true);
+        rotate_and_store(layer, index, false, true);
         if (wanted_.empty()) return false;
         rotates_later_ = false;
         keep_wanted_rows();
-        multiply({q}, normalised(layer.attn_norm), false, Phase::norm, Phase::qkv);
-        timed(Phase::rope, [&] {
-            team_.queue(rows_, [&](int, int64_t row) {
-                for (int head = 0; head < layer.shape.n_kv_heads; ++head) rotate_in_place(layer, row, head);
-            });
-        });
+        project(layer, true, false);
+        rotate_and_store(layer, index, true, false);
     } else {
-        multiply({q, k, v}, normalised(layer.attn_norm), false, Phase::norm, Phase::qkv);
-        if (!rotates_later_) rotate_and_store(layer, index, true);
+        project(layer, true, stores);
+        if (!rotates_later_) rotate_and_store(layer, index, true, stores);
     }
     attend(index);
-    multiply({{&layer.output, work_.x.data()}}, attended(), true, Phase::quantise, Phase::output);
+    const Shape& shape = model_.shape;
+    join(layer.output, attended(layer), {&layer.output_bias, &layer.post_attn_norm, shape.residual_scale, 1.0f}, Phase::output);
     feed_forward(layer);
+    if (shape.layer_input_size) add_layer_input(layer, index);
     return true;
+}
+
+// Queries, keys and values, which are not rotated yet. A norm over all heads is applied here: later, heads go apart.
+void Forward::project(const Layer& layer, bool queries, bool keys) {
+    const LayerShape& s = layer.shape;
+    const Product q{queries ? &layer.q : nullptr, work_.q.data()}, k{keys ? &layer.k : nullptr, work_.k.data()};
+    const Product v{keys && !s.v_is_k ? &layer.v : nullptr, work_.v.data()};
+    multiply({q, k, v}, normalised(layer.attn_norm), false, Phase::norm, Phase::qkv);
+    if (s.qk_norm != QKNorm::row) return;
+    const auto normalise = [&](float* row, int size, const Vector& bias, const Vector& norm) {
+        if (!bias.empty()) kernels_.add(bias.data(), size, row);
+        kernels_.rms_norm(row, norm.data(), size, model_.shape.rms_eps, row);
+    };
+    each_panel(Phase::rope, [&](int, int64_t row) {
+        if (queries) normalise(work_.q.data() + row * s.q_size(), s.q_size(), layer.q_bias, layer.q_norm);
+        if (keys) normalise(work_.k.data() + row * s.kv_size(), s.kv_size(), layer.k_bias, layer.k_norm);
+    });
 }
 
 void Forward::feed_forward(const Layer& layer) {
     const Inputs inputs = normalised(layer.ffn_norm);
     make_shared(inputs, Phase::norm);
     const int64_t groups = (layer.shape.n_ff + 31) / 32, parts = row_parts(groups);
+    work_.ff.use_for(layer.shape.n_ff);
     timed(Phase::gate_up, [&] {
         team_.share(
             groups * parts, 1, [&](int thread) { make_own(inputs, thread); },
@@ -152,10 +204,37 @@ void Forward::feed_forward(const Layer& layer) {
                 });
             });
     });
-    multiply({{&layer.down, work_.x.data()}}, {nullptr, &Workspace::ff, nullptr}, true, Phase::quantise, Phase::down);
+    const float total = model_.shape.layer_input_size ? 1.0f : layer.total_scale();
+    join(layer.down, {nullptr, &Workspace::ff, nullptr}, {&kNone, &layer.post_ffn_norm, model_.shape.residual_scale, total},
+         Phase::down);
 }
 
-// Some groups of 32 columns of silu(gate) * up, as inputs of the last product. Whole rows never exist as floats, so what
+// What the layer gets of each token by itself, gated by what it has computed.
+void Forward::add_layer_input(const Layer& layer, int index) {
+    multiply({{&layer.input_gate, work_.input_gates.data()}}, normalised({}), false, Phase::norm, Phase::gate_up);
+    const auto make = [this, index](int64_t row, ThreadSpace& own, InputBuffer& to) {
+        const int64_t width = model_.shape.layer_input_size, place = row * model_.shape.n_layers() + index;
+        kernels_.gelu_mul(work_.input_gates.data() + row * width, work_.layer_inputs.data() + place * width, width,
+                          own.row.data());
+        quantise(own.row.data(), width, row, to);
+    };
+    join(layer.input_proj, {make, &Workspace::inputs, &ThreadSpace::inputs}, {&kNone, &layer.input_norm, 1.0f, layer.total_scale()},
+         Phase::down);
+}
+
+void Forward::join(const PackedMatrix& weights, const Inputs& inputs, const Joining& how, Phase which) {
+    if (how.plain()) return multiply({{&weights, work_.x.data()}}, inputs, true, Phase::quantise, which);
+    const int64_t embd = model_.shape.n_embd;
+    multiply({{&weights, work_.branch.data()}}, inputs, false, Phase::quantise, which);
+    each_panel(Phase::norm, [&](int, int64_t row) {
+        float* given = work_.branch.data() + row * embd;
+        if (!how.bias->empty()) kernels_.add(how.bias->data(), embd, given);
+        if (!how.norm->empty()) kernels_.rms_norm(given, how.norm->data(), embd, model_.shape.rms_eps, given);
+        kernels_.add_scaled(given, embd, how.scale, how.total, work_.x.data() + row * embd);
+    });
+}
+
+// Some groups of 32 columns of activation(gate) * up, as inputs of the last product. Whole rows never exist as floats, so what
 // does exist stays in the cache.
 void Forward::activate(const Layer& layer, const InputBuffer& inputs, int64_t first_group, int64_t groups, Rows rows,
                        int thread) {
@@ -171,7 +250,7 @@ void Forward::activate(const Layer& layer, const InputBuffer& inputs, int64_t fi
     float* gate = own.gate.data();
     multiply_into(layer.gate, gate);
     multiply_into(layer.up, own.up.data());
-    kernels_.silu_mul(gate, own.up.data(), n * width, gate);
+    (layer.shape.gelu ? kernels_.gelu_mul : kernels_.silu_mul)(gate, own.up.data(), n * width, gate);
     if (ff % 32 == 0) kernels_.quantise_columns(gate, n, first_group, groups, work_.ff.quants.from(rows.first));
     if (!model_.any_float) return;
     const size_t bytes = size_t(std::min(width, ff - first)) * sizeof(float);
@@ -181,20 +260,25 @@ void Forward::activate(const Layer& layer, const InputBuffer& inputs, int64_t fi
 
 // The rest of the step computes wanted rows only: move them to the front.
 void Forward::keep_wanted_rows() {
-    const size_t pairs = model_.rope_frequencies.size();
+    const size_t own = size_t(model_.shape.layer_input_size) * size_t(model_.shape.n_layers());
     const auto move = [](Buffer<float>& rows, size_t from, size_t to, size_t width) {
         std::memmove(rows.data() + to * width, rows.data() + from * width, width * sizeof(float));
     };
-    const auto move_rotations = [&](Rotations& rows, size_t from, size_t to) {
-        move(rows.cosines, from, to, pairs);
-        move(rows.sines, from, to, pairs);
+    const auto move_rotations = [&](std::vector<Rotations>& all, size_t from, size_t to) {
+        for (size_t r = 0; r < all.size(); ++r) {
+            const size_t pairs = model_.rotations[r].frequencies.size();
+            move(all[r].cosines, from, to, pairs);
+            move(all[r].sines, from, to, pairs);
+        }
     };
     for (size_t i = 0; i < wanted_.size(); ++i) {
         const size_t from = size_t(wanted_[i]);  // never before i, so nothing that is still needed is overwritten
         move(work_.x, from, i, size_t(model_.shape.n_embd));
+        if (own) move(work_.layer_inputs, from, i, own);
         move_rotations(work_.rotations, from, i);
         if (dropped_[from] > 0) move_rotations(work_.sink_rotations, from, i);
         dropped_[i] = dropped_[from];
+        positions_[i] = positions_[from];
         wanted_[i] = int(i);
     }
     rows_ = int64_t(wanted_.size());
@@ -203,21 +287,24 @@ void Forward::keep_wanted_rows() {
 
 // --- products and their inputs ---
 
-// For all rows, or for the listed ones.
+// For all rows, or for the listed ones. Without weights, they are taken as they are.
 Forward::Inputs Forward::normalised(const Vector& weight, const int* rows) {
-    const float* factors = weight.data();
+    const float* factors = weight.empty() ? nullptr : weight.data();
     listed_ = rows;  // a third capture would be memory from the heap in every layer
     const auto make = [this, factors](int64_t row, ThreadSpace& own, InputBuffer& to) {
         const int64_t embd = model_.shape.n_embd, from = listed_ ? listed_[row] : row;
-        kernels_.rms_norm(work_.x.data() + from * embd, factors, embd, model_.shape.rms_eps, own.row.data());
+        const float* x = work_.x.data() + from * embd;
+        if (!factors) return quantise(x, embd, row, to);
+        kernels_.rms_norm(x, factors, embd, model_.shape.rms_eps, own.row.data());
         quantise(own.row.data(), embd, row, to);
     };
     return {make, &Workspace::embd, &ThreadSpace::embd};
 }
 
-Forward::Inputs Forward::attended() {
-    const auto make = [this](int64_t row, ThreadSpace&, InputBuffer& to) {
-        const int64_t size = model_.shape.layer().q_size();
+Forward::Inputs Forward::attended(const Layer& layer) {
+    const int64_t size = layer.shape.q_size();
+    work_.use_heads_for(size);
+    const auto make = [this, size](int64_t row, ThreadSpace&, InputBuffer& to) {
         quantise(work_.attended.data() + row * size, size, row, to);
     };
     return {make, &Workspace::heads, &ThreadSpace::heads};
@@ -268,7 +355,9 @@ void Forward::multiply(std::initializer_list<Product> products, const Inputs& in
     make_shared(inputs, making);
     // Kernels are fastest with several tiles at a time: two, or four with few rows.
     const int64_t unit = few() ? 1 : 2, grain = few() ? 4 : 1;
-    const auto units_of = [&](const Product& product) { return (product.weights->tiles() + unit - 1) / unit; };
+    const auto units_of = [&](const Product& product) {
+        return product.weights ? (product.weights->tiles() + unit - 1) / unit : 0;
+    };
     int64_t units = 0;
     for (const Product& product : products) units += units_of(product);
     const int64_t parts = row_parts(units);

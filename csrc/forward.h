@@ -8,6 +8,7 @@
 #include <initializer_list>
 #include <vector>
 
+#include "kv_map.h"
 #include "model.h"
 #include "workspace.h"
 
@@ -16,19 +17,19 @@ namespace cllm {
 // Which hidden states of a chunk, after the last norm, are wanted: its last token's, the sum of all, the text's first token's.
 enum class Pooling : int { none, last, sum, first };
 
-// Consecutive tokens of one sequence. Positions are places in its block table. With a rolling window, `dropped` tokens after
+// Consecutive tokens of one sequence. Positions are places in its block tables. With a rolling window, `dropped` tokens after
 // the first `kept` are gone: memory position p >= kept holds text token p + dropped.
 struct Chunk {
     int tokens;
     int first_position;
     int wanted_logits;  // number of last tokens whose logits are wanted
-    const int32_t* blocks;
+    const int32_t* const* tables;  // of each group
     int dropped = 0;
     int kept = 0;    // a whole number of tiles, all before first_position
     int scored = 0;  // number of first tokens whose successors are scored
     Pooling pooling = Pooling::none;
 
-    // How many of its last tokens go through the whole last layer.
+    // How many of its last tokens go through all layers; of the others, only K and V are needed.
     int needed_rows() const {
         if (scored > 0 || pooling == Pooling::sum || (pooling == Pooling::first && first_position == 0)) return tokens;
         return pooling == Pooling::last && wanted_logits == 0 ? 1 : wanted_logits;
@@ -52,10 +53,10 @@ extern const char* const kPhaseNames[int(Phase::count)];
 
 class Forward {
 public:
-    Forward(const Model& model, Team& team) : model_(model), team_(team), kernels_(model.kernels) {}
+    Forward(const Model& model, Team& team);
 
     // Writes what the chunks want, in their order. False if `abort` ended the step; part of the K/V may be written then.
-    bool step(const int32_t* tokens, const std::vector<Chunk>& chunks, const KVLayout& layout, uint8_t* arena,
+    bool step(const int32_t* tokens, const std::vector<Chunk>& chunks, const KVMap& map, uint8_t* arena,
               const StepOutputs& outputs);
 
     void abort() { abort_.store(true); }
@@ -70,8 +71,9 @@ private:
         int row;  // the first one, among the step's rows
         int tokens;
         int first_position;
-        const int32_t* blocks;
+        const int32_t* const* tables;
         int sinks;   // first positions, attended to with separately rotated queries, see rotate_queries
+        int begin;   // of the other positions that are attended to: a whole tile
         int splits;
         size_t states;  // where its states begin, if splits are computed apart
     };
@@ -80,9 +82,28 @@ private:
         int begin, end;
         bool sinks;
     };
+    // How the step's rows attend in layers that are alike in this.
+    struct Walk {
+        int group, n_kv_heads, head_dim, window;
+        std::vector<Tile> tiles;
+        std::vector<std::atomic<int>> open_splits;  // of each tile and kv head, while splits are computed apart
+        bool splits_apart = false;
+
+        bool fits(const LayerShape& s) const {
+            return group == s.group() && n_kv_heads == s.n_kv_heads && head_dim == s.head_dim && window == s.window;
+        }
+        size_t state_size() const { return size_t(head_dim) + 2; }
+    };
     struct Product {
-        const PackedMatrix* weights;
+        const PackedMatrix* weights;  // null: not wanted
         float* out;
+    };
+    // What attention or feed-forward gives becomes part of the residual stream x: x = (x + scale * norm(it + bias)) * total.
+    struct Joining {
+        const Vector *bias, *norm;  // empty: none
+        float scale, total;
+
+        bool plain() const { return bias->empty() && norm->empty() && scale == 1.0f && total == 1.0f; }
     };
     struct Rows {
         int64_t first, last;
@@ -97,10 +118,15 @@ private:
 
     void plan_rows(const std::vector<Chunk>& chunks);
     void plan_attention(bool wanted_rows_only);
+    void plan_walk(Walk& walk, bool wanted_rows_only);
     bool rows_are_apart();
     void embed();
+    void embed_for_layers();
     bool run_layer(int index);
+    void project(const Layer& layer, bool queries, bool keys);
     void feed_forward(const Layer& layer);
+    void add_layer_input(const Layer& layer, int index);
+    void join(const PackedMatrix& weights, const Inputs& inputs, const Joining& how, Phase which);
     void activate(const Layer& layer, const InputBuffer& inputs, int64_t first_group, int64_t groups, Rows rows, int thread);
     void keep_wanted_rows();
     void multiply_head(const int* rows, int64_t count, float* logits);
@@ -109,7 +135,7 @@ private:
 
     bool few() const { return rows_ <= kFewRows; }
     Inputs normalised(const Vector& weight, const int* rows = nullptr);
-    Inputs attended();
+    Inputs attended(const Layer& layer);
     void make_shared(const Inputs& inputs, Phase which);
     void make_own(const Inputs& inputs, int thread);
     const InputBuffer& made(const Inputs& inputs, int thread) const;
@@ -124,17 +150,19 @@ private:
     void rotate_queries(const Layer& layer, int64_t row, int kv_head, bool for_sinks, float* to);
     void rotate_in_place(const Layer& layer, int64_t row, int kv_head);
     void store_keys(const Layer& layer, int index, int64_t row, int kv_head);
-    void rotate_and_store(const Layer& layer, int index, bool queries);
+    void rotate_and_store(const Layer& layer, int index, bool queries, bool keys);
+    float query_scale(const LayerShape& s, int64_t row) const;
+    void turn(const Layer& layer, const std::vector<Rotations>& by, int64_t row, float* heads, int count, float scale) const;
     void attend(int layer);
-    static int count_splits(int end, int sinks);
+    static int count_splits(int sinks, int begin, int end);
     static Split split_of(const Tile& tile, int index);
     const float* queries_of(const Tile& tile, int layer, int kv_head, bool sinks, bool stores, int thread);
     AttendJob job_of(const Tile& tile, int layer, int kv_head, const float* q) const;
     void take_key_shift_back(const Tile& tile, int layer, int kv_head, const float* q, float* states) const;
     void attend_tile(const Tile& tile, int layer, int kv_head, int thread);
-    void attend_splits(int layer);
-    float* states_of(const Tile& tile, int64_t kv_head, int64_t split) const;
-    void finish(const Tile& tile, int kv_head, const float* states);
+    void attend_splits(int layer, Walk& walk);
+    float* states_of(const Walk& walk, const Tile& tile, int64_t kv_head, int64_t split) const;
+    void finish(const Tile& tile, int layer, int kv_head, float* states);
 
     // Adds to the time of the phase, if times are kept.
     template <class Run>
@@ -155,22 +183,21 @@ private:
 
     // The step in progress.
     const int32_t* tokens_ = nullptr;
-    const KVLayout* layout_ = nullptr;
+    const KVMap* map_ = nullptr;
     uint8_t* arena_ = nullptr;
-    int64_t rows_ = 0;                   // rows that are computed now; fewer in the last layer
+    int64_t rows_ = 0;                   // rows that are computed now; fewer from the last layer on that stores K and V
     std::vector<Chunk> chunks_;
-    std::vector<int> positions_;         // of each row, in its block table
+    std::vector<int> positions_;         // of each row, in its block tables
     std::vector<int> dropped_;           // of each row's sequence
-    std::vector<const int32_t*> tables_;  // block table of each row
-    std::vector<int> wanted_;            // rows that go through the whole last layer
+    std::vector<const int32_t* const*> tables_;  // of each row, of each group
+    std::vector<int> wanted_;            // rows that go through all layers
     std::vector<int> logit_rows_;        // of those, the ones whose logits are wanted
     std::vector<int> scored_rows_;       // those that are scored
     std::vector<Rows> pooled_;           // for each chunk, those whose hidden states are wanted
     const int* listed_ = nullptr;        // rows that `normalised` is about; null: all
-    std::vector<Tile> tiles_;
-    std::vector<std::atomic<int>> open_splits_;  // of each tile and kv head, while splits are computed apart
-    std::vector<int32_t> written_;       // blocks
-    bool splits_apart_ = false;
+    std::vector<Walk> walks_;
+    std::vector<int> walk_of_;           // each layer
+    std::vector<int32_t> written_;       // cells
     bool rotates_later_ = false;         // attention rotates queries and stores K and V, see queries_of
 
     std::atomic<bool> abort_{false};

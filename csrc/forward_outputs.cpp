@@ -12,12 +12,23 @@ namespace {
 constexpr int64_t kScoredFloats = 4 << 20;
 constexpr int64_t kLeastScoredRows = 16;
 
+constexpr int64_t kCappedFloats = 4096;  // of logits, at a time
+
 }  // namespace
 
 // Logits of some of the step's rows.
 void Forward::multiply_head(const int* rows, int64_t count, float* logits) {
+    const Shape& shape = model_.shape;
     rows_ = count;
     multiply({{&model_.output, logits}}, normalised(model_.output_norm, rows), false, Phase::norm, Phase::head);
+    if (!shape.changes_logits()) return;
+    const int64_t values = count * shape.n_vocab;
+    timed(Phase::head, [&] {
+        team_.share((values + kCappedFloats - 1) / kCappedFloats, 1, [&](int, int64_t first, int64_t last) {
+            const int64_t begin = first * kCappedFloats, end = std::min(values, last * kCappedFloats);
+            kernels_.cap(logits + begin, end - begin, shape.logit_scale, shape.logit_softcap);
+        });
+    });
 }
 
 // False if `abort` ended it.

@@ -40,7 +40,7 @@ constexpr const char* kName = "generic";
 static constexpr Kernels kTable = {
     kName, kPanelRows, kOwnRows,
     matmul,
-    quantise_row, quantise_columns, rms_norm, rope, spread, silu_mul, add,
+    quantise_row, quantise_columns, rms_norm, rope, cap, spread, silu_mul, gelu_mul, add, add_scaled,
     write_kv, attend, merge_states, finish_state,
     argmax, group_maxima, ids_between, weigh, sum_kept, sums_from,
 };

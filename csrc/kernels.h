@@ -28,17 +28,20 @@ struct QuantRows {
     }
 };
 
+constexpr int kNoWindow = INT32_MAX;
+
 // One job of attention: a query tile and a kv head. Query rows are consecutive tokens of one sequence.
 struct AttendJob {
     const KVLayout* layout;
     const uint8_t* arena;
-    const int32_t* blocks;  // the sequence's block table
-    int layer;
+    const int32_t* blocks;  // the sequence's table for the layer's group
     int kv_head;
     int heads;             // query heads that share this kv head
     int tokens;            // query tokens in the tile
-    int first_position;    // of the first of them; token i sees positions [0, first_position + i]
-    const float* q;        // [tokens][heads][head_dim], rotated and scaled by 1/sqrt(head_dim)
+    int first_position;    // of the first of them; token i sees positions up to first_position + i
+    int window;            // how many it sees at most; kNoWindow: all of them
+    float softcap;         // scores s become softcap * tanh(s / softcap); 0: they stay
+    const float* q;        // [tokens][heads][head_dim], rotated and scaled
     int64_t q_stride;      // floats from one token's queries to the next
 };
 
@@ -66,16 +69,21 @@ struct Kernels {
     // (i, i + n_rot/2), otherwise (2i, 2i + 1). All values are multiplied by `scale` too.
     void (*rope)(float* heads, int n_heads, int head_dim, int n_rot, const float* cosines, const float* sines, bool neox,
                  float scale);
+    // x = softcap * tanh(x * scale / softcap), or only x * scale if softcap is 0.
+    void (*cap)(float* x, int64_t n, float scale, float softcap);
     // Spreads each head's values evenly by an orthogonal transform that is its own inverse (kernel: hadamard).
     void (*spread)(float* heads, int n_heads, int head_dim);
-    // out = silu(gate) * up; `out` may be `gate`.
+    // out = activation(gate) * up; `out` may be `gate`. gelu: its approximation by tanh.
     void (*silu_mul)(const float* gate, const float* up, int64_t n, float* out);
+    void (*gelu_mul)(const float* gate, const float* up, int64_t n, float* out);
     void (*add)(const float* x, int64_t n, float* to);
+    // to = (to + x * scale) * total
+    void (*add_scaled)(const float* x, int64_t n, float scale, float total, float* to);
 
     // --- attention (attention) ---
-    // Store K and V of one head of a token at `slot` of `block`.
-    void (*write_kv)(const KVLayout& layout, uint8_t* block, int layer, int head, int slot, const float* k, const float* v);
-    // Softmax state over positions [begin, end) that each query may see, end - begin <= kSplit, begin a multiple of it;
+    // Store K and V of one head of a token at `slot` of a block, in the layer's cell of it.
+    void (*write_kv)(const KVLayout& layout, uint8_t* cell, int head, int slot, const float* k, const float* v);
+    // Softmax state over positions [begin, end) that each query may see, end - begin <= kSplit, begin a whole tile's;
     // states[(token * heads + head) * (head_dim + 2)]. A query that sees none of them gets sum 0, peak -infinity.
     void (*attend)(const AttendJob& job, int begin, int end, float* states, uint8_t* scratch);
     // into = into combined with `later`, n_states states; into must hold the earlier positions.

@@ -1,5 +1,6 @@
 #include "key_shifts.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "memory.h"
@@ -22,22 +23,30 @@ float mean_over_tokens(const uint16_t* tiles, int head_dim, int d) {
 }  // namespace
 
 void learn_key_shifts(Model& model, Forward& forward) {
-    const LayerShape& s = model.shape.layer();
-    const KVLayout layout{model.shape.n_layers(), s.n_kv_heads, s.head_dim, kSample, KVType::f16, KVType::f16};
-    const Region arena(layout.block_bytes());
+    const KVMap map = map_kv(model.shape, kSample, KVType::f16, KVType::f16, 0, {});
+    const Region arena(map.cell_bytes);
     std::vector<int32_t> tokens(kSample);
     for (int i = 0; i < kSample; ++i) tokens[size_t(i)] = int32_t(int64_t(i) * model.shape.n_vocab / kSample);
     const int32_t block = 0;
-    forward.step(tokens.data(), {{kSample, 0, false, &block}}, layout, arena.data(), {});
+    const int32_t* const table = &block;
+    forward.step(tokens.data(), {{kSample, 0, false, &table}}, map, arena.data(), {});
     for (int index = 0; index < model.shape.n_layers(); ++index) {
+        const LayerShape& s = model.shape.layers[size_t(index)];
+        if (!s.stores()) continue;
+        const KVLayout& layout = map.layers[size_t(index)];
         Vector& shift = model.layers[size_t(index)].key_shift;
         shift.resize(size_t(s.kv_size()));
         for (int i = 0; i < s.kv_size(); ++i) {
-            const uint8_t* tiles = arena.data() + layout.k_tile(index, i / s.head_dim, 0);
+            const uint8_t* tiles = arena.data() + layout.k_tile(i / s.head_dim, 0);
             const float mean = mean_over_tokens(reinterpret_cast<const uint16_t*>(tiles), s.head_dim, i % s.head_dim);
             shift[size_t(i)] = std::isfinite(mean) ? -mean : 0.0f;
         }
         model.kernels.spread(shift.data(), s.n_kv_heads, s.head_dim);
+    }
+    for (int index = 0; index < model.shape.n_layers(); ++index) {
+        const LayerShape& s = model.shape.layers[size_t(index)];
+        Vector& shift = model.layers[size_t(s.stores() ? index : s.kv_from)].key_shift;
+        if (s.softcap != 0.0f) std::fill(shift.begin(), shift.end(), 0.0f);
     }
 }
 

@@ -80,10 +80,10 @@ static void write_v(KVType type, int head_dim, const float* v, uint8_t* tile, in
     }
 }
 
-static void write_kv(const KVLayout& layout, uint8_t* block, int layer, int head, int slot, const float* k, const float* v) {
+static void write_kv(const KVLayout& layout, uint8_t* cell, int head, int slot, const float* k, const float* v) {
     const int tile = slot / kTileTokens, column = slot % kTileTokens;
-    write_k(layout.k_type, layout.head_dim, k, block + layout.k_tile(layer, head, tile), column);
-    write_v(layout.v_type, layout.head_dim, v, block + layout.v_tile(layer, head, tile), column);
+    write_k(layout.k_type, layout.head_dim, k, cell + layout.k_tile(head, tile), column);
+    write_v(layout.v_type, layout.head_dim, v, cell + layout.v_tile(head, tile), column);
 }
 
 // Reading. While one tile is read, its counterpart further on, `ahead`, is fetched from memory.

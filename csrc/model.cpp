@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <stdexcept>
 
 namespace cllm {
@@ -14,77 +13,77 @@ constexpr size_t kTouchBytes = 4096;     // no page is smaller
 
 [[noreturn]] void refuse(const std::string& why) { throw std::invalid_argument(why); }
 
-void check_range(const char* name, int64_t value, int64_t low, int64_t high) {
-    if (value < low || value > high)
-        refuse(std::string(name) + " is " + std::to_string(value) + ", not between " + std::to_string(low) + " and " +
-               std::to_string(high));
-}
-
-// What each role of a layer must be: a vector of `rows` numbers (cols 0) or a matrix.
+// What a role of a layer must be: a vector of `rows` numbers, or a matrix.
 struct Slot {
     const char* role;
     Vector Layer::*vector;
     PackedMatrix Layer::*matrix;
     int64_t rows, cols;
-    FusedRows fused = {};
+    FusedRows fused;
+    bool needed;
 };
 
-std::vector<Slot> layer_slots(const LayerShape& s, int64_t embd) {
-    const int64_t q = s.q_size(), kv = s.kv_size(), ff = s.n_ff, dim = s.head_dim;
-    return {
-        {"attn_norm", &Layer::attn_norm, nullptr, embd, 0}, {"ffn_norm", &Layer::ffn_norm, nullptr, embd, 0},
-        {"attn_q.bias", &Layer::q_bias, nullptr, q, 0},     {"attn_k.bias", &Layer::k_bias, nullptr, kv, 0},
-        {"attn_v.bias", &Layer::v_bias, nullptr, kv, 0},    {"attn_q_norm", &Layer::q_norm, nullptr, dim, 0},
-        {"attn_k_norm", &Layer::k_norm, nullptr, dim, 0},   {"attn_q", nullptr, &Layer::q, q, embd, {0, 2 * kv}},
-        {"attn_k", nullptr, &Layer::k, kv, embd, {q, kv}},  {"attn_v", nullptr, &Layer::v, kv, embd, {q + kv, 0}},
-        {"attn_output", nullptr, &Layer::output, embd, q},  {"ffn_gate", nullptr, &Layer::gate, ff, embd},
-        {"ffn_up", nullptr, &Layer::up, ff, embd},          {"ffn_down", nullptr, &Layer::down, embd, ff},
-    };
-}
+// The roles that a layer has.
+class Slots {
+public:
+    Slots(const LayerShape& s, const Shape& shape) {
+        const int64_t embd = shape.n_embd, q = s.q_size(), ff = s.n_ff, own = shape.layer_input_size;
+        const int64_t k = s.stores() ? s.kv_size() : 0, v = s.v_is_k ? 0 : k;
+        if (s.norm_before) vector("attn_norm", &Layer::attn_norm, embd), vector("ffn_norm", &Layer::ffn_norm, embd);
+        if (s.norm_after) {
+            vector("post_attention_norm", &Layer::post_attn_norm, embd);
+            vector("post_ffw_norm", &Layer::post_ffn_norm, embd);
+        }
+        const bool rows = s.qk_norm == QKNorm::row;
+        if (s.qk_norm != QKNorm::none) {
+            vector("attn_q_norm", &Layer::q_norm, rows ? q : s.head_dim);
+            if (k) vector("attn_k_norm", &Layer::k_norm, rows ? k : s.head_dim);
+        }
+        vector("attn_q.bias", &Layer::q_bias, q, false);
+        if (k) vector("attn_k.bias", &Layer::k_bias, k, false);
+        if (v) vector("attn_v.bias", &Layer::v_bias, v, false);
+        if (s.output_bias) vector("attn_output.bias", &Layer::output_bias, embd, false);
+        if (s.sinks) vector("attn_sinks", &Layer::sinks, s.n_heads);
+        if (s.output_scale) vector("layer_output_scale", &Layer::output_scale, 1);
+        matrix("attn_q", &Layer::q, q, embd, {0, k + v});
+        if (k) matrix("attn_k", &Layer::k, k, embd, {q, v});
+        if (v) matrix("attn_v", &Layer::v, v, embd, {q + k, 0});
+        matrix("attn_output", &Layer::output, embd, q);
+        matrix("ffn_gate", &Layer::gate, ff, embd);
+        matrix("ffn_up", &Layer::up, ff, embd);
+        matrix("ffn_down", &Layer::down, embd, ff);
+        if (own == 0) return;
+        matrix("inp_gate", &Layer::input_gate, own, embd);
+        matrix("proj", &Layer::input_proj, embd, own);
+        vector("post_norm", &Layer::input_norm, embd);
+    }
+
+    std::vector<Slot> all;
+
+private:
+    void vector(const char* role, Vector Layer::*to, int64_t size, bool needed = true) {
+        all.push_back({role, to, nullptr, size, 0, {}, needed});
+    }
+    void matrix(const char* role, PackedMatrix Layer::*to, int64_t rows, int64_t cols, FusedRows fused = {}) {
+        all.push_back({role, nullptr, to, rows, cols, fused, true});
+    }
+};
 
 }  // namespace
-
-void RotationShape::check(int head_dim) const {
-    check_range("rope_dims", dims, 2, head_dim);
-    if (dims % 2) refuse("rope_dims is " + std::to_string(dims) + ", which is odd");
-    if (!(base > 0 && std::isfinite(base))) refuse("rope_base is " + std::to_string(base));
-    if (!(scale > 0 && std::isfinite(scale))) refuse("rope_scale is " + std::to_string(scale));
-    if (!divisors.empty()) check_range("rope_divisors", int64_t(divisors.size()), dims / 2, dims / 2);
-    for (const double divisor : divisors)
-        if (!(divisor > 0 && std::isfinite(divisor))) refuse("a divisor of RoPE is " + std::to_string(divisor));
-}
-
-std::vector<double> RotationShape::frequencies() const {
-    std::vector<double> found(size_t(dims / 2));
-    for (size_t i = 0; i < found.size(); ++i)
-        found[i] = std::pow(base, -2.0 * int(i) / dims) * (1.0 / scale) / (divisors.empty() ? 1.0 : divisors[i]);
-    return found;
-}
-
-void LayerShape::check() const {
-    check_range("n_kv_heads", n_kv_heads, 1, 1024);
-    check_range("n_heads", n_heads, n_kv_heads, 1024);
-    check_range("head_dim", head_dim, 8, 512);
-    check_range("n_ff", n_ff, 1, 1 << 20);
-    if (n_heads % n_kv_heads) refuse("n_heads is " + std::to_string(n_heads) + ", no multiple of n_kv_heads");
-    if (head_dim % 8) refuse("head_dim is " + std::to_string(head_dim) + ", no multiple of 8");
-    rotation.check(head_dim);
-}
-
-void Shape::check() const {
-    check_range("n_layers", n_layers(), 1, 4096);
-    check_range("n_embd", n_embd, 1, 1 << 17);
-    check_range("n_vocab", n_vocab, 1, 1 << 22);
-    if (!(rms_eps >= 0 && rms_eps < 1)) refuse("rms_eps is " + std::to_string(rms_eps));
-    layer().check();
-    for (const LayerShape& other : layers)
-        if (!(other == layer())) refuse("its layers differ");
-}
 
 Model::Model(const Shape& s, const Kernels& k, Team& team) : shape(s), kernels(k), team_(team) {
     shape.check();
     layers.reserve(shape.layers.size());
-    for (const LayerShape& layer : shape.layers) layers.emplace_back().shape = layer;
+    for (const LayerShape& s : shape.layers) {
+        Layer& layer = layers.emplace_back();
+        layer.shape = s;
+        if (s.stores()) last_stored = int(layers.size()) - 1;
+        ones.resize(std::max(ones.size(), size_t(s.head_dim)), 1.0f);
+        if (!s.rotation) continue;
+        const auto same = [&](const Turning& other) { return other.shape == *s.rotation; };
+        layer.rotation = int(std::find_if(rotations.begin(), rotations.end(), same) - rotations.begin());
+        if (layer.rotation == int(rotations.size())) rotations.push_back({*s.rotation, s.rotation->frequencies()});
+    }
 }
 
 void Model::load(int layer, const std::string& role, GgmlType type, int64_t rows, int64_t cols, const uint8_t* raw,
@@ -102,9 +101,13 @@ void Model::load(int layer, const std::string& role, GgmlType type, int64_t rows
         if (role == "token_embd") return load_matrix(token_embd, role, source, shape.n_vocab, shape.n_embd);
         if (role == "output") return load_matrix(output, role, source, shape.n_vocab, shape.n_embd);
         if (role == "output_norm") return load_vector(output_norm, role, source, shape.n_embd);
+        const int64_t own = shape.layer_input_size, all = own * shape.n_layers();
+        if (own && role == "per_layer_token_embd") return load_matrix(layer_embd, role, source, shape.n_vocab, all);
+        if (own && role == "per_layer_model_proj") return load_matrix(layer_proj, role, source, all, shape.n_embd);
+        if (own && role == "per_layer_proj_norm") return load_vector(layer_proj_norm, role, source, own);
     } else if (layer < shape.n_layers()) {
         Layer& to = layers[size_t(layer)];
-        for (const Slot& slot : layer_slots(to.shape, shape.n_embd)) {
+        for (const Slot& slot : Slots(to.shape, shape).all) {
             if (role != slot.role) continue;
             const std::string what = "layer " + std::to_string(layer) + " " + role;
             if (slot.vector) return load_vector(to.*slot.vector, what, source, slot.rows);
@@ -184,26 +187,30 @@ bool Model::pack(const Source& source) {
     return sound;
 }
 
+// A matrix that is multiplied with must be there, and inputs must have a form that it takes.
+void Model::require(const PackedMatrix& matrix, const std::string& what) {
+    if (!matrix.data) refuse(what + " is missing");
+    widest_input = std::max(widest_input, matrix.cols);
+    any_float = any_float || !matrix.quantised();
+}
+
 void Model::seal() {
     if (filling_.to) refuse(filling_.what + " is incomplete");
     if (!token_embd.data) refuse("token_embd is missing");
     if (output_norm.empty()) refuse("output_norm is missing");
     if (!output.data) output = token_embd;
-    widest_input = output.cols;
-    any_float = !output.quantised();
-    for (size_t i = 0; i < layers.size(); ++i) {
-        const std::string where = " of layer " + std::to_string(i) + " is missing";
-        if (layers[i].attn_norm.empty()) refuse("attn_norm" + where);
-        if (layers[i].ffn_norm.empty()) refuse("ffn_norm" + where);
-        for (const Slot& slot : layer_slots(layers[i].shape, shape.n_embd)) {
-            if (!slot.matrix) continue;
-            const PackedMatrix& matrix = layers[i].*slot.matrix;
-            if (!matrix.data) refuse(slot.role + where);
-            widest_input = std::max(widest_input, matrix.cols);
-            any_float = any_float || !matrix.quantised();
-        }
+    require(output, "output");
+    if (shape.layer_input_size) {
+        if (!layer_embd.data) refuse("per_layer_token_embd is missing");
+        if (layer_proj_norm.empty()) refuse("per_layer_proj_norm is missing");
+        require(layer_proj, "per_layer_model_proj");
     }
-    rope_frequencies = shape.layer().rotation.frequencies();
+    for (size_t i = 0; i < layers.size(); ++i)
+        for (const Slot& slot : Slots(layers[i].shape, shape).all) {
+            const std::string what = slot.role + (" of layer " + std::to_string(i));
+            if (slot.matrix) require(layers[i].*slot.matrix, what);
+            if (slot.vector && slot.needed && (layers[i].*slot.vector).empty()) refuse(what + " is missing");
+        }
     sealed_ = true;
 }
 

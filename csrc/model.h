@@ -6,57 +6,32 @@
 
 #include "kernels.h"
 #include "memory.h"
+#include "shape.h"
 #include "team.h"
 
 namespace cllm {
-
-// How the first `dims` dimensions of a head are rotated by a token's position.
-struct RotationShape {
-    double base;
-    int dims;
-    bool neox;                     // whether dimension i turns with i + dims / 2, not 2i with 2i + 1
-    double scale;                  // positions are divided by this
-    std::vector<double> divisors;  // of each pair of dimensions, beside that; empty: none
-
-    bool operator==(const RotationShape& other) const {
-        return base == other.base && dims == other.dims && neox == other.neox && scale == other.scale && divisors == other.divisors;
-    }
-    void check(int head_dim) const;
-    std::vector<double> frequencies() const;  // of each pair of dimensions
-};
-
-struct LayerShape {
-    int n_heads, n_kv_heads, head_dim, n_ff;
-    RotationShape rotation;
-
-    int q_size() const { return n_heads * head_dim; }
-    int kv_size() const { return n_kv_heads * head_dim; }
-    int group() const { return n_heads / n_kv_heads; }
-    bool operator==(const LayerShape& other) const {
-        return n_heads == other.n_heads && n_kv_heads == other.n_kv_heads && head_dim == other.head_dim && n_ff == other.n_ff &&
-               rotation == other.rotation;
-    }
-    void check() const;
-};
-
-// What cllm.models.spec.ModelSpec says of a model.
-struct Shape {
-    int n_embd, n_vocab;
-    float rms_eps;
-    std::vector<LayerShape> layers;  // equal ones, so far: buffers, tiles and rotations are those of the first
-
-    int n_layers() const { return int(layers.size()); }
-    const LayerShape& layer() const { return layers.front(); }
-    void check() const;  // throws std::invalid_argument with the number that is wrong
-};
 
 using Vector = std::vector<float>;  // empty: the model has none
 
 struct Layer {
     LayerShape shape;
-    Vector attn_norm, ffn_norm, q_bias, k_bias, v_bias, q_norm, k_norm;
-    Vector key_shift;  // added to spread keys of four bits
+    int rotation = -1;  // in Model::rotations; -1: positions do not matter
+    Vector attn_norm, ffn_norm, post_attn_norm, post_ffn_norm, q_norm, k_norm;
+    Vector q_bias, k_bias, v_bias, output_bias;
+    Vector sinks;         // of each head
+    Vector output_scale;  // one number
+    Vector input_norm;    // of what the layer's own embedding gives
+    Vector key_shift;     // added to spread keys of four bits
     PackedMatrix q, k, v, output, gate, up, down;
+    PackedMatrix input_gate, input_proj;
+
+    float total_scale() const { return output_scale.empty() ? 1.0f : output_scale[0]; }
+};
+
+// Angles by which positions turn heads.
+struct Turning {
+    RotationShape shape;
+    std::vector<double> frequencies;  // of each pair of dimensions, after scaling
 };
 
 // How many rows other matrices, multiplied in the same phase, have before and after this one.
@@ -81,9 +56,13 @@ public:
     std::vector<Layer> layers;
     Vector output_norm;
     PackedMatrix token_embd, output;
-    std::vector<double> rope_frequencies;  // of each pair of dimensions, after scaling
-    int64_t widest_input = 0;              // columns of the widest matrix
-    bool any_float = false;                // whether some matrix takes its inputs as floats
+    PackedMatrix layer_embd, layer_proj;  // what gives each layer an input of its own, and the norm of the second
+    Vector layer_proj_norm;
+    Vector ones;                      // a norm without weights, of a head
+    std::vector<Turning> rotations;   // all different ones
+    int last_stored = 0;              // the last layer with K and V of its own
+    int64_t widest_input = 0;         // columns of the widest matrix
+    bool any_float = false;           // whether some matrix takes its inputs as floats
 
 private:
     // A tensor as the file has it, or some rows of it.
@@ -106,6 +85,7 @@ private:
                      int64_t expected_cols, FusedRows fused = {});
     void begin(PackedMatrix& to, const std::string& what, const Source& source, FusedRows fused);
     bool pack(const Source& source);
+    void require(const PackedMatrix& matrix, const std::string& what);
 
     Team& team_;
     WeightArena arena_;

@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -17,6 +18,7 @@
 #include "dispatch.h"
 #include "forward.h"
 #include "key_shifts.h"
+#include "kv_map.h"
 #include "sampling.h"
 
 namespace nb = nanobind;
@@ -51,17 +53,70 @@ T field(const nb::handle& record, const char* name) {
     return nb::cast<T>(record.attr(name));
 }
 
+std::optional<RotationShape> read_rotation(const nb::handle& rotation) {
+    if (rotation.is_none()) return std::nullopt;
+    const auto divisors = field<std::optional<std::vector<double>>>(rotation, "divisors");
+    return RotationShape{field<double>(rotation, "base"),  field<int>(rotation, "dims"),
+                         field<bool>(rotation, "neox"),    field<double>(rotation, "scale"),
+                         divisors.value_or(std::vector<double>()), field<double>(rotation, "magnitude")};
+}
+
+void read_attention(const nb::handle& attention, LayerShape& layer) {
+    layer.n_heads = field<int>(attention, "n_heads");
+    layer.n_kv_heads = field<int>(attention, "n_kv_heads");
+    layer.head_dim = field<int>(attention, "head_dim_k");
+    const int head_dim_v = field<int>(attention, "head_dim_v");
+    if (head_dim_v != layer.head_dim)
+        refuse("values of " + number(head_dim_v) + " dimensions beside keys of " + number(layer.head_dim) + " are not supported");
+    layer.rotation = read_rotation(attention.attr("rotation"));
+    const auto norm = field<std::string>(attention, "qk_norm");
+    if (norm == "head") layer.qk_norm = QKNorm::head;
+    else if (norm == "row") layer.qk_norm = QKNorm::row;
+    else if (!norm.empty()) refuse("there is no qk_norm " + norm);
+    layer.v_norm = field<bool>(attention, "v_norm");
+    layer.v_is_k = field<bool>(attention, "v_is_k");
+    if (layer.v_is_k && (layer.qk_norm == QKNorm::row || field<bool>(attention, "qkv_bias")))
+        refuse("v_is_k is not supported with biases, or with a norm over all heads");
+    layer.output_bias = field<bool>(attention, "output_bias");
+    layer.sinks = field<bool>(attention, "sinks");
+    layer.scale = float(field<std::optional<double>>(attention, "scale").value_or(1.0 / std::sqrt(double(layer.head_dim))));
+    const int window = field<int>(attention, "window");
+    layer.window = window ? window : kNoWindow;
+    layer.softcap = float(field<double>(attention, "softcap"));
+    const auto kv_from = field<std::optional<int>>(attention, "kv_from");
+    if (kv_from && *kv_from < 0) refuse("kv_from is " + number(*kv_from));
+    layer.kv_from = kv_from.value_or(-1);
+    const nb::object temperature = attention.attr("temperature");
+    if (temperature.is_none()) return;
+    layer.temperature = float(field<double>(temperature, "beta"));
+    layer.temperature_context = field<int>(temperature, "context");
+}
+
+LayerShape read_layer(const nb::handle& layer) {
+    LayerShape found;
+    read_attention(layer.attr("attention"), found);
+    const nb::object feed_forward = layer.attr("feed_forward");
+    found.n_ff = field<int>(feed_forward, "size");
+    const auto activation = field<std::string>(feed_forward, "activation");
+    if (activation != "silu" && activation != "gelu") refuse("there is no activation " + activation);
+    found.gelu = activation == "gelu";
+    const auto norms = field<std::string>(layer, "norms");
+    if (norms != "before" && norms != "after" && norms != "both") refuse("there are no norms " + norms);
+    found.norm_before = norms != "after";
+    found.norm_after = norms != "before";
+    found.output_scale = field<bool>(layer, "output_scale");
+    return found;
+}
+
 // A cllm.models.spec.ModelSpec.
 Shape read_shape(const nb::handle& spec) {
     Shape shape{field<int>(spec, "n_embd"), field<int>(spec, "n_vocab"), float(field<double>(spec, "rms_eps")), {}};
-    for (const nb::handle layer : spec.attr("layers")) {
-        const nb::object attention = layer.attr("attention"), rotation = attention.attr("rotation");
-        const auto divisors = field<std::optional<std::vector<double>>>(rotation, "divisors");
-        shape.layers.push_back({field<int>(attention, "n_heads"), field<int>(attention, "n_kv_heads"),
-                                field<int>(attention, "head_dim_k"), field<int>(layer.attr("feed_forward"), "size"),
-                                {field<double>(rotation, "base"), field<int>(rotation, "dims"), field<bool>(rotation, "neox"),
-                                 field<double>(rotation, "scale"), divisors.value_or(std::vector<double>())}});
-    }
+    for (const nb::handle layer : spec.attr("layers")) shape.layers.push_back(read_layer(layer));
+    shape.embedding_scale = float(field<double>(spec, "embedding_scale"));
+    shape.residual_scale = float(field<double>(spec, "residual_scale"));
+    shape.logit_scale = float(field<double>(spec, "logit_scale"));
+    shape.logit_softcap = float(field<double>(spec, "logit_softcap"));
+    shape.layer_input_size = field<int>(spec, "layer_input_size");
     return shape;
 }
 
@@ -82,30 +137,28 @@ public:
     }
     void seal() { model_.seal(); }
 
-    void allocate(int64_t blocks, int block_size, const std::string& type_k, const std::string& type_v,
-                  bool large_pages) {
-        const LayerShape& s = model_.shape.layer();
-        const KVLayout layout{model_.shape.n_layers(), s.n_kv_heads, s.head_dim, block_size, kv_type(type_k), kv_type(type_v)};
-        if (blocks < 1 || blocks > INT32_MAX) refuse("blocks is " + number(blocks));
-        if (block_size < kTileTokens || block_size % kTileTokens || block_size > (1 << 16))
-            refuse("block_size is " + number(block_size) + ", no multiple of " + number(kTileTokens));
-        if (s.head_dim % 32 && (layout.k_type != KVType::f16 || layout.v_type != KVType::f16))
-            refuse("head_dim is " + number(s.head_dim) + ", no multiple of 32, so K/V can only be f16");
-        if (layout.k_type == KVType::q4_0 && model_.layers[0].key_shift.empty()) {
+    void allocate(int64_t cells, int block_size, const std::string& type_k, const std::string& type_v, int64_t cell_bytes,
+                  const std::vector<std::pair<std::vector<int>, int>>& groups, bool large_pages) {
+        if (cells < 1 || cells > INT32_MAX) refuse("cells is " + number(cells));
+        if (cell_bytes < 0) refuse("cell_bytes is " + number(cell_bytes));
+        std::vector<KVGroup> wanted;
+        for (const auto& [layers, of_block] : groups) wanted.push_back({layers, of_block, 0});
+        KVMap map = map_kv(model_.shape, block_size, kv_type(type_k), kv_type(type_v), size_t(cell_bytes), std::move(wanted));
+        if (map.k_type == KVType::q4_0 && model_.layers[0].key_shift.empty()) {
             require_sealed();
             learn_key_shifts(model_, forward_);
         }
-        if (size_t(blocks) > (size_t(1) << 46) / layout.block_bytes()) throw std::bad_alloc();
+        if (size_t(cells) > (size_t(1) << 46) / map.cell_bytes) throw std::bad_alloc();
         arena_ = std::make_shared<Region>();
-        arena_ = std::make_shared<Region>(size_t(blocks) * layout.block_bytes(), large_pages ? Pages::large : Pages::usual);
-        layout_ = layout;
-        blocks_ = blocks;
+        arena_ = std::make_shared<Region>(size_t(cells) * map.cell_bytes, large_pages ? Pages::large : Pages::usual);
+        map_ = std::move(map);
+        cells_ = cells;
     }
 
     bool step(const Ints& tokens, const IntTable& chunks, const Ints& blocks, const FloatTable& logits) {
         require_ready();
         read_chunks(tokens, chunks, blocks, logits);
-        return forward_.step(tokens.data(), chunks_, layout_, arena_->data(), {logits.data()});
+        return forward_.step(tokens.data(), chunks_, map_, arena_->data(), {logits.data()});
     }
 
     bool read_prompts(const Ints& tokens, const IntTable& chunks, const Ints& blocks, const FloatTable& logits,
@@ -120,7 +173,7 @@ public:
             refuse("there are " + number(scored) + " targets, and room for another number of scores");
         const StepOutputs outputs{logits.data(), targets.data(), int(top),          logprobs.data(),
                                   ranks.data(),  top_ids.data(), top_logprobs.data(), hidden.data()};
-        return forward_.step(tokens.data(), chunks_, layout_, arena_->data(), outputs);
+        return forward_.step(tokens.data(), chunks_, map_, arena_->data(), outputs);
     }
     void abort() { forward_.abort(); }
 
@@ -131,7 +184,7 @@ public:
         copies.reserve(pairs.shape(0));
         for (size_t i = 0; i < pairs.shape(0) * 2; ++i) check_block(pairs.data()[i]);
         for (size_t i = 0; i < pairs.shape(0); ++i) copies.push_back({pairs.data()[i * 2], pairs.data()[i * 2 + 1], 1});
-        mover_.move(copies.data(), copies.size(), arena_->data(), layout_.block_bytes(), blocks_, team_);
+        mover_.move(copies.data(), copies.size(), arena_->data(), map_.cell_bytes, cells_, team_);
     }
 
     void move_blocks(const IntTable& moves) {
@@ -148,17 +201,17 @@ public:
             checked.push_back({move[0], move[1], move[2]});
         }
         if (total > INT32_MAX) refuse("the moves have " + number(total) + " blocks together");
-        mover_.move(checked.data(), checked.size(), arena_->data(), layout_.block_bytes(), blocks_, team_);
+        mover_.move(checked.data(), checked.size(), arena_->data(), map_.cell_bytes, cells_, team_);
     }
     void release_pages(int64_t first, int64_t count) {
         require_ready();
         check_run(first, count);
-        arena_->release(size_t(first) * layout_.block_bytes(), size_t(count) * layout_.block_bytes());
+        arena_->release(size_t(first) * map_.cell_bytes, size_t(count) * map_.cell_bytes);
     }
     void prepare_pages(int64_t first, int64_t count) {
         require_ready();
         check_run(first, count);
-        arena_->prepare(size_t(first) * layout_.block_bytes(), size_t(count) * layout_.block_bytes(), team_);
+        arena_->prepare(size_t(first) * map_.cell_bytes, size_t(count) * map_.cell_bytes, team_);
     }
     size_t resident_bytes() const {
         require_ready();
@@ -170,7 +223,7 @@ public:
         require_ready();
         nb::capsule owner(new std::shared_ptr<Region>(arena_),
                           [](void* p) noexcept { delete static_cast<std::shared_ptr<Region>*>(p); });
-        return {arena_->data(), {size_t(blocks_), layout_.block_bytes()}, owner};
+        return {arena_->data(), {size_t(cells_), map_.cell_bytes}, owner};
     }
 
     void set_profiling(bool on) { forward_.set_profiling(on); }
@@ -190,42 +243,53 @@ private:
         if (!arena_->data()) refuse("no K/V memory is allocated");
     }
     void check_block(int32_t block) const {
-        if (block < 0 || block >= blocks_) refuse("block " + number(block) + " is not one of " + number(blocks_));
+        if (block < 0 || block >= cells_) refuse("block " + number(block) + " is not one of " + number(cells_));
     }
 
     void check_run(int64_t first, int64_t count) const {
-        if (first < 0 || count < 0 || count > blocks_ - first)
-            refuse(number(count) + " blocks from " + number(first) + " on are not among " + number(blocks_));
+        if (first < 0 || count < 0 || count > cells_ - first)
+            refuse(number(count) + " blocks from " + number(first) + " on are not among " + number(cells_));
     }
 
     void read_chunks(const Ints& tokens, const IntTable& table, const Ints& blocks, const FloatTable& logits) {
         if (table.shape(1) != 6) refuse("chunks has rows of " + number(table.shape(1)) + ", not 6");
         chunks_.clear();
-        int64_t n_tokens = 0, n_blocks = 0, n_logits = 0;
+        tables_.resize(table.shape(0) * map_.groups.size());
+        int64_t n_tokens = 0, n_entries = 0, n_logits = 0;
         for (size_t i = 0; i < table.shape(0); ++i) {
             const int32_t* row = table.data() + i * 6;
             if (row[0] < 1 || row[1] < 0 || row[3] < 0 || row[4] < 0 || row[5] < 0) refuse("chunk " + number(i) + " has a negative number or no token");
-            if (int64_t(row[3]) * layout_.block_size < int64_t(row[1]) + row[0])
+            if (int64_t(row[3]) * map_.block_size < int64_t(row[1]) + row[0])
                 refuse("chunk " + number(i) + " ends at position " + number(int64_t(row[1]) + row[0]) + ", its " +
-                       number(row[3]) + " blocks hold " + number(int64_t(row[3]) * layout_.block_size));
+                       number(row[3]) + " blocks hold " + number(int64_t(row[3]) * map_.block_size));
             if (row[5] % kTileTokens || row[5] > row[1] || int64_t(row[4]) + row[1] + row[0] > INT32_MAX)
                 refuse("chunk " + number(i) + " at position " + number(row[1]) + " cannot keep " + number(row[5]) +
                        " and drop " + number(row[4]) + " tokens before it");
             if (row[2] < 0 || row[2] > row[0])
                 refuse("chunk " + number(i) + " of " + number(row[0]) + " tokens wants " + number(row[2]) + " rows of logits");
-            if (n_blocks + row[3] > int64_t(blocks.size())) refuse("blocks has only " + number(blocks.size()) + " numbers");
-            chunks_.push_back({row[0], row[1], row[2], blocks.data() + n_blocks, row[4], row[5]});
+            if (row[4] > 0 && model_.shape.any_window())
+                refuse("chunk " + number(i) + " drops tokens, which layers with a window do not allow");
+            chunks_.push_back({row[0], row[1], row[2], tables_.data() + i * map_.groups.size(), row[4], row[5]});
+            for (size_t group = 0; group < map_.groups.size(); ++group)
+                n_entries += read_table(row, map_.groups[group], blocks, n_entries, tables_[i * map_.groups.size() + group]);
             n_tokens += row[0];
-            n_blocks += row[3];
             n_logits += row[2];
         }
         if (n_tokens != int64_t(tokens.size())) refuse("chunks have " + number(n_tokens) + " tokens, tokens " + number(tokens.size()));
-        if (n_blocks != int64_t(blocks.size())) refuse("chunks have " + number(n_blocks) + " blocks, blocks " + number(blocks.size()));
+        if (n_entries != int64_t(blocks.size())) refuse("chunks have " + number(n_entries) + " blocks, blocks " + number(blocks.size()));
         if (int64_t(logits.shape(0)) < n_logits || int64_t(logits.shape(1)) != model_.shape.n_vocab)
             refuse("logits is " + number(logits.shape(0)) + " x " + number(logits.shape(1)) + ", needed are " + number(n_logits) +
                    " x " + number(model_.shape.n_vocab));
-        for (size_t i = 0; i < blocks.size(); ++i) check_block(blocks.data()[i]);
         check_tokens(tokens);
+    }
+
+    // A chunk's table for one group; returns how many entries it has. Those that no layer reads may hold anything.
+    int64_t read_table(const int32_t* row, const KVGroup& group, const Ints& blocks, int64_t begin, const int32_t*& table) const {
+        const int64_t count = int64_t(row[3]) * group.cells;
+        if (begin + count > int64_t(blocks.size())) refuse("blocks has only " + number(blocks.size()) + " numbers");
+        table = blocks.data() + begin;
+        for (int64_t i = int64_t(map_.first_block(group, row[1])) * group.cells; i < count; ++i) check_block(table[i]);
+        return count;
     }
 
     // `wants` has a row per chunk: how many of its first tokens to score, and which hidden states to return.
@@ -262,8 +326,9 @@ private:
     Forward forward_;
     std::shared_ptr<Region> arena_ = std::make_shared<Region>();  // kept alive by every view
     BlockMover mover_;
-    KVLayout layout_;
-    int64_t blocks_ = 0;
+    KVMap map_;
+    int64_t cells_ = 0;
+    std::vector<const int32_t*> tables_;  // of each chunk, of each group
     std::vector<Chunk> chunks_;
 };
 
@@ -400,8 +465,8 @@ NB_MODULE(_native, m) {
         .def("load", &Engine::load, "layer"_a, "role"_a, "ggml_type"_a, "rows"_a, "cols"_a, "data"_a,
              "first_row"_a = nb::none(), no_gil)
         .def("seal", &Engine::seal)
-        .def("allocate", &Engine::allocate, nb::kw_only(), "blocks"_a, "block_size"_a, "type_k"_a, "type_v"_a,
-             "large_pages"_a = true, no_gil)
+        .def("allocate", &Engine::allocate, nb::kw_only(), "cells"_a, "block_size"_a, "type_k"_a, "type_v"_a,
+             "cell_bytes"_a = 0, "groups"_a = nb::list(), "large_pages"_a = true, no_gil)
         .def("step", &Engine::step, "tokens"_a, "chunks"_a, "blocks"_a, "logits"_a.noconvert(), no_gil)
         .def("read_prompts", &Engine::read_prompts, "tokens"_a, "chunks"_a, "blocks"_a, "logits"_a.noconvert(), "wants"_a,
              "targets"_a, "logprobs"_a.noconvert(), "ranks"_a.noconvert(), "top_ids"_a.noconvert(),

@@ -1,4 +1,4 @@
-// Drawing one token from one row of logits, as src/cllm/engine/draw.py defines it, without sorting the vocabulary.
+// Drawing one token from one row of logits, as src/cllm/_native.pyi defines it, without sorting the vocabulary.
 #pragma once
 
 #include <cstdint>

@@ -4,37 +4,66 @@
 
 namespace cllm {
 
-void Workspace::ensure(const Model& model, int64_t rows, int n_threads, bool any_dropped) {
-    const LayerShape& s = model.shape.layer();
-    const int n_embd = model.shape.n_embd;
-    const size_t n = size_t(rows), pairs = size_t(s.rotation.dims / 2);
-    const size_t widest = size_t(std::max<int64_t>({model.widest_input, n_embd, s.n_ff, s.q_size()}));
-    x.ensure(n * size_t(n_embd));
-    q.ensure(n * size_t(s.q_size()));
-    k.ensure(n * size_t(s.kv_size()));
-    v.ensure(n * size_t(s.kv_size()));
-    attended.ensure(n * size_t(s.q_size()));
-    rotations.ensure(n * pairs);
-    if (any_dropped) {
-        sink_rotations.ensure(n * pairs);
-        sink_q.ensure(n * size_t(s.q_size()));
+namespace {
+
+void add(std::vector<int64_t>& sizes, int64_t size) {
+    if (std::find(sizes.begin(), sizes.end(), size) == sizes.end()) sizes.push_back(size);
+}
+
+}  // namespace
+
+Extents::Extents(const Shape& shape) {
+    for (const LayerShape& s : shape.layers) {
+        const size_t heads = size_t(s.group()), tile_rows = heads * size_t(attention_tile_tokens(s.group()));
+        q_size = std::max(q_size, size_t(s.q_size()));
+        kv_size = std::max(kv_size, size_t(s.kv_size()));
+        head_floats = std::max(head_floats, heads * size_t(s.head_dim));
+        state_floats = std::max(state_floats, tile_rows * size_t(s.head_dim + 2));
+        attend_bytes = std::max(attend_bytes, attend_scratch_bytes(s.head_dim, s.group()));
+        add(head_sizes, s.q_size());
+        add(ff_sizes, s.n_ff);
     }
-    embd.ensure(rows, n_embd, model.kernels.panel_rows, model.any_float);
-    heads.ensure(rows, s.q_size(), model.kernels.panel_rows, model.any_float);
-    ff.ensure(rows, s.n_ff, model.kernels.panel_rows, model.any_float);
+}
+
+void Workspace::ensure(const Model& model, int64_t rows, int n_threads, bool any_dropped) {
+    const int n_embd = model.shape.n_embd, panel_rows = model.kernels.panel_rows;
+    const size_t n = size_t(rows), own_size = size_t(model.shape.layer_input_size);
+    const size_t all_own = own_size * size_t(model.shape.n_layers());
+    const bool floats = model.any_float;
+    x.ensure(n * size_t(n_embd));
+    branch.ensure(n * size_t(n_embd));  // memory that is never used is never taken
+    q.ensure(n * extents.q_size);
+    k.ensure(n * extents.kv_size);
+    v.ensure(n * extents.kv_size);
+    attended.ensure(n * extents.q_size);
+    layer_inputs.ensure(n * all_own);
+    input_gates.ensure(n * own_size);
+    rotations.resize(model.rotations.size());
+    sink_rotations.resize(model.rotations.size());
+    for (size_t r = 0; r < rotations.size(); ++r) {
+        const size_t pairs = model.rotations[r].frequencies.size();
+        rotations[r].ensure(n * pairs);
+        if (any_dropped) sink_rotations[r].ensure(n * pairs);
+    }
+    if (any_dropped) sink_q.ensure(n * extents.q_size);
+    embd.ensure(rows, n_embd, panel_rows, floats);
+    for (const int64_t size : extents.head_sizes) heads.ensure(rows, size, panel_rows, floats);
+    for (const int64_t size : extents.ff_sizes) ff.ensure(rows, size, panel_rows, floats);
+    if (own_size) inputs.ensure(rows, int64_t(own_size), panel_rows, floats);
     threads.resize(size_t(n_threads));
-    const int tile_tokens = attention_tile_tokens(s.group());
     for (ThreadSpace& own : threads) {
-        own.matmul.ensure(matmul_scratch_bytes(int64_t(widest)));
-        own.attend.ensure(attend_scratch_bytes(s.head_dim, s.group()));
-        own.row.ensure(size_t(std::max(n_embd, s.q_size())));
-        own.q.ensure(size_t(s.group()) * s.head_dim);
-        own.embd.ensure(kFewRows, n_embd, model.kernels.panel_rows, model.any_float);
-        own.heads.ensure(kFewRows, s.q_size(), model.kernels.panel_rows, model.any_float);
+        own.matmul.ensure(matmul_scratch_bytes(model.widest_input));
+        own.attend.ensure(extents.attend_bytes);
+        own.row.ensure(std::max({size_t(n_embd), extents.q_size, own_size}));
+        own.layer_inputs.ensure(all_own);
+        own.q.ensure(extents.head_floats);
+        own.embd.ensure(kFewRows, n_embd, panel_rows, floats);
+        for (const int64_t size : extents.head_sizes) own.heads.ensure(kFewRows, size, panel_rows, floats);
+        if (own_size) own.inputs.ensure(kFewRows, int64_t(own_size), panel_rows, floats);
         own.gate.ensure(std::max(size_t(kActivatedFloats), n * 32));
         own.up.ensure(std::max(size_t(kActivatedFloats), n * 32));
-        own.states.ensure(size_t(tile_tokens) * s.group() * (s.head_dim + 2));
-        own.merged.ensure(size_t(tile_tokens) * s.group() * (s.head_dim + 2));
+        own.states.ensure(extents.state_floats);
+        own.merged.ensure(extents.state_floats);
     }
 }
 

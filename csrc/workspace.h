@@ -21,6 +21,9 @@ struct InputBuffer {
         if (cols % 32 == 0) ensure_quants(n_rows, cols, panel_rows);
     }
 
+    // Layers differ in their sizes. `ensure` was called with this one, too.
+    void use_for(int64_t cols) { quants.cols = cols; }
+
 private:
     void ensure_quants(int64_t n_rows, int64_t cols, int panel_rows) {
         const size_t padded = size_t((n_rows + panel_rows - 1) / panel_rows * panel_rows);
@@ -48,8 +51,9 @@ constexpr int64_t kFewRows = 4;
 struct ThreadSpace {
     Buffer<uint8_t> matmul, attend;
     Buffer<float> row;             // one normalised or attended row
+    Buffer<float> layer_inputs;    // of one token, for all layers
     Buffer<float> q;               // of one kv head and token, rotated
-    InputBuffer embd, heads;       // of few rows
+    InputBuffer embd, heads, inputs;  // of few rows
     Buffer<float> gate, up;        // some columns of these, see kActivatedFloats
     Buffer<float> states, merged;  // of one attention tile
 };
@@ -64,18 +68,36 @@ struct Rotations {
     }
 };
 
+// The largest sizes of a model's layers, and all that inputs of products have.
+struct Extents {
+    explicit Extents(const Shape& shape);
+
+    size_t q_size = 0, kv_size = 0, head_floats = 0, state_floats = 0, attend_bytes = 0;
+    std::vector<int64_t> head_sizes, ff_sizes;
+};
+
 struct Workspace {
+    explicit Workspace(const Shape& shape) : extents(shape) {}
+
+    const Extents extents;
     Buffer<float> x;               // [rows][n_embd], the residual stream
+    Buffer<float> branch;          // the same of what is not a part of it yet
     Buffer<float> q, k, v, attended;
+    Buffer<float> layer_inputs;    // [rows][layers][layer_input_size]
+    Buffer<float> input_gates;     // [rows][layer_input_size]
     Buffer<float> sink_q;          // [rows][q_size], of steps with dropped tokens
-    Rotations rotations;           // by positions in the text
-    Rotations sink_rotations;      // by places in the block table, of rows whose sequences have dropped tokens
+    std::vector<Rotations> rotations;  // each of the model's, by positions in the text
+    std::vector<Rotations> sink_rotations;  // by places in the block table, of rows whose sequences have dropped tokens
     Buffer<float> states;          // of attention tiles whose splits are computed apart
     Buffer<float> scored;          // logits of some rows at a time, of steps that score any
-    InputBuffer embd, heads, ff;
+    InputBuffer embd, heads, ff, inputs;
     std::vector<ThreadSpace> threads;
 
     void ensure(const Model& model, int64_t rows, int n_threads, bool any_dropped);
+    void use_heads_for(int64_t cols) {
+        heads.use_for(cols);
+        for (ThreadSpace& own : threads) own.heads.use_for(cols);
+    }
 };
 
 }  // namespace cllm

@@ -1,5 +1,7 @@
 """The C++ engine, as Python sees it (csrc/module.cpp)."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,7 +31,8 @@ def product(
     """
 
 class RowSampler:
-    """Drawing tokens from rows of logits, as cllm.engine.draw defines it. Any thread may call it. The GIL is released.
+    """Drawing tokens from rows of logits without sorting them. Any thread may call it. The GIL is released. A row's
+    result depends on the row and the arguments alone.
 
     Raises ValueError for an empty row, and for a `peak` that is not finite.
     """
@@ -38,10 +41,11 @@ class RowSampler:
         """`instruction_set` "auto" takes the best one."""
 
     def argmax(self, values: NDArray[np.float32]) -> int:
-        """The first of the largest values, or the first NaN."""
+        """The first of the largest values, or the first NaN, so that it also tells whether the row is valid."""
 
     def masked(self, values: NDArray[np.float32], mask: NDArray[np.int32]) -> NDArray[np.float32]:
-        """A copy, with -inf for every token whose bit in `mask` is 0. Raises ValueError if the mask is shorter."""
+        """A copy, with -inf for every token whose bit in `mask` is 0; the lowest bit of a word is its first token.
+        Raises ValueError if the mask is shorter."""
 
     def draw(
         self,
@@ -54,13 +58,18 @@ class RowSampler:
         top_p: float,
         min_p: float,
     ) -> int:
-        """The token that `u` in [0, 1) selects."""
+        """The token that `u` in [0, 1) selects: temperature, then top_k, top_p and min_p, then the inverse CDF.
+
+        `peak` is the largest of `values`. top_p counts the mass of what top_k left. The CDF runs over the tokens that
+        are left, in the order of their ids.
+        """
 
     def log_total(self, values: NDArray[np.float32], peak: float) -> float:
         """The logarithm of the sum of exp(values)."""
 
     def largest(self, values: NDArray[np.float32], count: int) -> NDArray[np.intp]:
-        """Ids of the `count` (at least 1) largest values, in the order of ids."""
+        """Ids of the `count` (at least 1) largest values, in the order of ids. Of equal values the lowest ids; never a
+        -inf, even if that leaves fewer than `count`."""
 
 class Engine:
     """A model's weights, its K/V arena and its part of the process's threads. Life: construct, `load` each tensor,
@@ -97,8 +106,10 @@ class Engine:
         With `first_row`, `data` is that row and those after it of a matrix, one piece after another from row 0 on,
         of a multiple of 16 rows each except for the last.
 
-        Roles: token_embd, output, output_norm; in layers attn_norm, attn_q, attn_k, attn_v, attn_output,
-        attn_q.bias, attn_k.bias, attn_v.bias, attn_q_norm, attn_k_norm, ffn_norm, ffn_gate, ffn_up, ffn_down.
+        Roles: token_embd, output, output_norm, per_layer_token_embd, per_layer_model_proj, per_layer_proj_norm; in
+        layers attn_norm, attn_q, attn_k, attn_v, attn_output, attn_q.bias, attn_k.bias, attn_v.bias, attn_output.bias,
+        attn_q_norm, attn_k_norm, attn_sinks, post_attention_norm, ffn_norm, ffn_gate, ffn_up, ffn_down, post_ffw_norm,
+        layer_output_scale, inp_gate, proj, post_norm: those that the spec asks for.
         A vector has one row. Raises ValueError for a wrong size, an unknown type or role, or values that are not
         finite.
         """
@@ -106,8 +117,22 @@ class Engine:
     def seal(self) -> None:
         """All tensors are there. Raises ValueError with what is missing. Without `output` the head is token_embd."""
 
-    def allocate(self, *, blocks: int, block_size: int, type_k: str, type_v: str, large_pages: bool = True) -> None:
-        """Reserve the arena; memory is taken as it is used. Again: starts anew, empty.
+    def allocate(
+        self,
+        *,
+        cells: int,
+        block_size: int,
+        type_k: str,
+        type_v: str,
+        cell_bytes: int = 0,
+        groups: Sequence[tuple[Sequence[int], int]] = (),
+        large_pages: bool = True,
+    ) -> None:
+        """Reserve the arena, of equal cells; memory is taken as it is used. Again: starts anew, empty.
+
+        A group is some layers, and how many cells a block of theirs takes; every layer with K/V of its own is in one.
+        Its layers fill a block's cells in their order, each wholly within one cell. Without groups, all layers are one,
+        and a block is a cell; then `cell_bytes` may be 0, for as much as that takes.
 
         `large_pages` asks for pages of 2 MiB, where the OS has them; else for its usual ones.
 
@@ -119,9 +144,10 @@ class Engine:
 
         `tokens` holds those of all chunks, one after another. `chunks` has a row per chunk: number of tokens, first
         position, of how many of its last tokens it wants the logits, number of blocks, and tokens that were dropped and
-        kept before it (`cllm.backends.base.Chunk`; what is kept is a multiple of 16). `blocks` holds all block tables,
-        one after another. `logits` has room for all rows that are wanted. Raises ValueError if any of that does not
-        fit.
+        kept before it (`cllm.backends.base.Chunk`; what is kept is a multiple of 16). `blocks` holds the tables of all
+        chunks, one after another, each with one table per group: for every block its cells. Where a group's layers all
+        have a window, entries for blocks that lie wholly behind it may be anything. `logits` has room for all rows that
+        are wanted. Raises ValueError if any of that does not fit.
         """
 
     def read_prompts(
@@ -151,7 +177,7 @@ class Engine:
         """End the step in progress at its next layer, from any thread; without one, nothing happens."""
 
     def copy_blocks(self, pairs: Ints) -> None:
-        """Copy whole blocks, a row (source, target) each."""
+        """Copy whole cells, a row (source, target) each."""
 
     def move_blocks(self, moves: Ints) -> None:
         """Carry out moves, a row (source, target, count) each, as if one after another; ranges may overlap.
@@ -160,13 +186,13 @@ class Engine:
         """
 
     def release_pages(self, first: int, count: int) -> None:
-        """Give the pages that lie wholly within these blocks back to the OS; large ones only whole.
+        """Give the pages that lie wholly within these cells back to the OS; large ones only whole.
 
         Raises ValueError, or RuntimeError if the OS refuses.
         """
 
     def prepare_pages(self, first: int, count: int) -> None:
-        """Take the pages of these blocks now, on all threads; what the blocks held is lost.
+        """Take the pages of these cells now, on all threads; what they held is lost.
 
         Raises ValueError, or RuntimeError if the OS refuses.
         """
@@ -175,7 +201,7 @@ class Engine:
         """How much of the arena is in memory, as the OS says; RuntimeError if it does not say."""
 
     def memory(self) -> NDArray[np.uint8]:
-        """All blocks of the arena as bytes, a row each; not a copy. It stays valid, and its memory taken, as long as
+        """All cells of the arena as bytes, a row each; not a copy. It stays valid, and its memory taken, as long as
         somebody has it, also after `allocate` has made another arena."""
 
     def set_profiling(self, on: bool) -> None:

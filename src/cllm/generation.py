@@ -282,7 +282,9 @@ class Generation:
             if output.reason is None:
                 self._cancel(self.request_id, output.answer, FinishReason.STOP)
         elif output.reason is not None:
-            self._finish(answer, output, text + answer.stream.flush(), output.reason.value, self._stop_reason(output))
+            asked = output.stop_token in self._params.stop_token_ids  # or the model's own end of text
+            stop = output.stop_token if asked else None
+            self._finish(answer, output, text + answer.stream.flush(), output.reason.value, stop)
         elif text or len(answer.token_ids) >= MOST_TOKENS:
             self._pass_on(answer, output.answer, text)
 
@@ -330,10 +332,6 @@ class Generation:
         self._deltas.append(Delta(self._first_index + index, text, ids, logprobs, reason, stop, generated))
         answer.token_ids, answer.logprobs = [], []
         self._wake()
-
-    def _stop_reason(self, output: Output) -> int | None:
-        """The stop token the caller asked for, not the model's own end of text."""
-        return output.stop_token if output.stop_token in self._params.stop_token_ids else None
 
     def _note_time(self, now: float) -> None:
         elapsed = now - self._started

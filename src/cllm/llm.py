@@ -84,13 +84,15 @@ class AsyncLLM:
         """Let running requests finish within `grace_s`, refuse the rest, free everything. Safe to call again."""
         if self._pinning is not None:
             self._pinning.cancel()
-        await self.executor.stop(self.config.server.shutdown_grace_s if grace_s is None else grace_s)
-        # Let the loop deliver the executor's last outputs; requests that are still open after that fail here.
-        await asyncio.sleep(0)
-        for sink in list(self._live.values()):
-            sink.fail(ShuttingDownError("the server shut down before the request finished"))
-        self._live.clear()
-        self._close()
+        try:
+            await self.executor.stop(self.config.server.shutdown_grace_s if grace_s is None else grace_s)
+            # Let the loop deliver the executor's last outputs; requests that are still open after that fail here.
+            await asyncio.sleep(0)
+        finally:
+            for sink in list(self._live.values()):
+                sink.fail(ShuttingDownError("the server shut down before the request finished"))
+            self._live.clear()
+            self._close()
 
     def release(self) -> None:
         """The part of `shutdown(0)` that needs no event loop: stop the engine and free its memory, in this thread.
@@ -259,6 +261,5 @@ def _release_all() -> None:
         llm._close()
 
 
-if hasattr(os, "register_at_fork"):
-    # A forked process has a copy of everything but the threads: there is nothing to stop.
-    os.register_at_fork(after_in_child=_OPEN.clear)
+# A forked process has a copy of everything but the threads: there is nothing to stop.
+os.register_at_fork(after_in_child=_OPEN.clear)

@@ -158,7 +158,7 @@ def test_the_fake_backend_moves_the_same(plan: list[Move]) -> None:
 def test_what_is_given_back_is_gone_and_the_rest_stays(model: Path, large_pages: bool) -> None:
     arena = Arena(model, threads=2, block_size=768)
     rig = arena.rig
-    rig.engine.allocate(blocks=2 * BLOCKS, block_size=768, **rig.kv_types, large_pages=large_pages)
+    rig.engine.allocate(cells=2 * BLOCKS, block_size=768, **rig.kv_types, large_pages=large_pages)
     engine, block = rig.engine, rig.engine.kv_bytes // (2 * BLOCKS)
     assert engine.resident_bytes() == 0
     arena.refill()

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from cllm._native import Engine, instruction_sets
-from cllm.models.spec import FeedForwardSpec, Rotation
+from cllm.models.spec import FeedForwardSpec, Rotation, Temperature
 from native_kit import WEIGHT_TYPES, build_model
 from repository import DATA, KITS
 from spec_kit import make_spec
@@ -203,11 +203,32 @@ def test_impossible_numbers_are_refused(name: str, value: Any) -> None:
         engine_of(**{name: value})
 
 
-def test_layers_that_differ_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"head_dim_v": 64}, "64 dimensions"), ({"qk_norm": "all"}, "qk_norm all"), ({"window": -1}, "window"),
+        ({"softcap": -1.0}, "softcap"), ({"scale": 0.0}, "scale"), ({"v_is_k": True, "qkv_bias": True}, "v_is_k"),
+        ({"v_is_k": True, "qk_norm": "row"}, "v_is_k"), ({"temperature": Temperature(0.1, 0)}, "temperature"),
+        ({"kv_from": 1}, "kv_from"), ({"kv_from": -1}, "kv_from"), ({"kv_from": 0, "n_kv_heads": 2}, "layer 0"),
+    ],
+)  # fmt: skip
+def test_impossible_attention_is_refused(changes: dict[str, Any], why: str) -> None:
     spec = make_spec(n_layers=2)
-    other = replace(spec.layers[0], feed_forward=FeedForwardSpec(96))
-    with pytest.raises(ValueError, match="differ"):
+    other = replace(spec.layers[0], attention=replace(spec.layers[0].attention, **changes))
+    with pytest.raises(ValueError, match=why):
         Engine(instruction_set="auto", threads=1, spec=replace(spec, layers=(spec.layers[0], other)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"feed_forward": FeedForwardSpec(64, "relu")}, {"feed_forward": FeedForwardSpec()}, {"norms": "none"},
+    ],
+)  # fmt: skip
+def test_impossible_layers_are_refused(changes: dict[str, Any]) -> None:
+    spec = make_spec()
+    with pytest.raises(ValueError, match=r"relu|n_ff|norms"):
+        Engine(instruction_set="auto", threads=1, spec=replace(spec, layers=(replace(spec.layers[0], **changes),)))
 
 
 def test_nothing_works_out_of_order(path: Path) -> None:
@@ -217,7 +238,7 @@ def test_nothing_works_out_of_order(path: Path) -> None:
         engine.seal()
     with pytest.raises(ValueError, match="sealed"):
         engine.step(*step)
-    engine.allocate(blocks=2, block_size=16, type_k="f16", type_v="f16")
+    engine.allocate(cells=2, block_size=16, type_k="f16", type_v="f16")
     with pytest.raises(ValueError, match="sealed"):
         engine.step(*step)
     rig = Rig(path)
@@ -264,12 +285,12 @@ def test_values_that_are_no_numbers_are_refused(kind: str) -> None:
 @pytest.mark.parametrize(
     "arena",
     [
-        {"blocks": 0}, {"blocks": -1}, {"blocks": 2**40}, {"block_size": 0}, {"block_size": 8}, {"block_size": -16},
+        {"cells": 0}, {"cells": -1}, {"cells": 2**40}, {"block_size": 0}, {"block_size": 8}, {"block_size": -16},
         {"block_size": 2**31 - 16}, {"type_k": "q5_0"}, {"type_v": ""},
     ],
 )  # fmt: skip
 def test_impossible_arenas_are_refused(rig: Rig, arena: dict[str, Any]) -> None:
-    sound: dict[str, Any] = {"blocks": BLOCKS, "block_size": 16, "type_k": "f16", "type_v": "f16"}
+    sound: dict[str, Any] = {"cells": BLOCKS, "block_size": 16, "type_k": "f16", "type_v": "f16"}
     with pytest.raises((ValueError, MemoryError)):
         rig.engine.allocate(**(sound | arena))
     rig.allocate(blocks=BLOCKS)

@@ -88,7 +88,7 @@ def test_every_position_has_its_logits(tiny: Path) -> None:
     """As a prompt of that length would have them: all bits of them."""
     rig = Rig(tiny, threads=1)
     tokens = random_tokens(rig.n_vocab, TOKENS, 1)
-    rig.engine.allocate(blocks=5, block_size=16, type_k="q8_0", type_v="q4_0")
+    rig.engine.allocate(cells=5, block_size=16, type_k="q8_0", type_v="q4_0")
     turns = logits_in_turn(rig.engine, rig.n_vocab, tokens)
     rows = {begin + row: line.copy() for begin, part in turns for row, line in enumerate(part)}
     assert sorted(rows) == list(range(TOKENS))

@@ -18,6 +18,7 @@ from cllm.cli.chat.output import WordWrapper
 from cllm.cli.options import print_status
 from terminal_kit import set_columns
 
+END = "\0"
 ESCAPE = re.compile(r"\x1b\[(\d*)([A-Z])")
 
 
@@ -62,10 +63,11 @@ def show(terminal: tuple[TextIO, int], pieces: list[str], columns: int) -> list[
     for piece in pieces:
         wrapper.write(piece)
     wrapper.end()
+    print(end=END, file=stream, flush=True)
     written = ""
-    while not written.endswith("\n"):
+    while not written.endswith(END):  # the system hands it over in parts
         written += os.read(number, 65536).decode()
-    return [line.rstrip() for line in screen(written, columns)[:-1]]
+    return [line.rstrip() for line in screen(written.removesuffix(END), columns)[:-1]]
 
 
 def test_words_are_not_broken(terminal: tuple[TextIO, int]) -> None:

@@ -16,9 +16,12 @@ from cllm.cluster.peers import Peer
 from cllm.cluster.router import PrefixRouter
 from cllm.cluster.routing_view import RoutingView, share_view
 from cllm.engine.observer import Observers
+from cllm.engine.params import SamplingParams
 from cllm.engine.request import FinishReason, Output, Request
 from cllm.errors import BackendError, ModelUnavailableError, OverloadedError, ShuttingDownError
+from cllm.generation import Generation
 from cllm.observe.router_metrics import RouterMetrics
+from cllm.text.tokenizer import ByteTokenizer
 from engine_kit import make_request
 
 BUSY = OverloadedError("the queue is full")
@@ -76,14 +79,14 @@ class Replicas:
             asyncio.get_running_loop().call_soon(step, job, peer)
         return response
 
-    async def answer(self, **options: Any) -> Output:
-        """The last output of a request."""
+    async def answer(self, *, until: FinishReason | None = None, **options: Any) -> Output:
+        """The last output of a request, or the first with a certain reason."""
         request = make_request("Where do trains go?", **options)
         request.__class__ = Request  # it lets its sequences go when it ends
         self.dispatcher.start(request)
 
         async def ended() -> Output:
-            while not self.outputs or self.outputs[-1].reason is None:
+            while not self.outputs or self.outputs[-1].reason is None or until not in (None, self.outputs[-1].reason):
                 await asyncio.sleep(0.01)
             return self.outputs[-1]
 
@@ -95,6 +98,28 @@ class Replicas:
         self.dispatcher.on_accepted(peer, Accepted(job.name))
         self.dispatcher.on_output(peer, Output(job.name, 0, 97, None, None, None, None, 0))
         self.dispatcher.on_lost(peer)
+
+    def ends_one_and_dies(self, job: ReplicaJob, peer: Peer) -> None:
+        """The first of two answers."""
+        self.dispatcher.on_accepted(peer, Accepted(job.name))
+        if job.submission.generated is None:
+            self.dispatcher.on_output(peer, Output(job.name, 0, 97, None, FinishReason.LENGTH, None, None, 0))
+        self.dispatcher.on_lost(peer)
+
+    def fails(self, job: ReplicaJob, peer: Peer) -> None:
+        """As a whole, which is told with the first answer."""
+        self.dispatcher.on_accepted(peer, Accepted(job.name))
+        error = BackendError("tokens are lost")
+        self.dispatcher.on_output(peer, Output(job.name, 0, None, None, FinishReason.ERROR, None, error, 0))
+
+    def goes_on_with_one(self, job: ReplicaJob, peer: Peer) -> None:
+        """The other of two answers is cancelled, which the replica does."""
+        self.dispatcher.on_accepted(peer, Accepted(job.name))
+        self.dispatcher.cancel(job.name.partition("~")[0], 0, FinishReason.CANCELLED)
+        for answer, reason in ((0, FinishReason.CANCELLED), (1, None), (1, FinishReason.LENGTH)):
+            self.dispatcher.on_output(
+                peer, Output(job.name, answer, None if not answer else 98, None, reason, None, None, 0)
+            )
 
     def begins_and_drains(self, job: ReplicaJob, peer: Peer) -> None:
         peer.draining = True
@@ -191,6 +216,24 @@ async def test_a_request_that_nobody_survives() -> None:
     assert isinstance(last.error, BackendError)
     assert str(last.error) == "3 replicas were lost while they worked on this request"
     assert len(found.jobs) == 3
+
+
+@pytest.mark.parametrize("steps", [["ends_one_and_dies"] * 3, ["ends_one_and_dies", "fails"]])
+async def test_an_answer_that_has_ended_does_not_hide_that_the_others_fail(steps: list[str]) -> None:
+    found = replicas(*steps)
+    request = make_request("Where do trains go?", SamplingParams(n=2, seed=1, max_tokens=8))
+    generation = Generation(request, ByteTokenizer(), lambda *_: None)
+    found.dispatcher.start(request)
+    await asyncio.wait_for(until_done(lambda: found.dispatcher.streams == 0), 60)
+    for output in found.outputs:
+        generation.take(output, 0.0)
+    assert isinstance(generation.error, BackendError)
+
+
+async def test_one_answer_is_cancelled_and_the_other_goes_on() -> None:
+    found = replicas("goes_on_with_one")
+    last = await found.answer(params=SamplingParams(n=2, seed=1, max_tokens=8), until=FinishReason.LENGTH)
+    assert (last.answer, last.token_id, len(found.outputs)) == (1, 98, 3)
 
 
 async def test_being_moved_is_not_being_lost() -> None:

@@ -292,7 +292,7 @@ LAYERS = [
 """Parts of the package from the bottom up. Those that stand together do not import each other either."""
 
 KV_LAYERS = [
-    {"sequence", "window", "usage", "view", "ops", "sizing", "ledger", "block_names", "throughput"},
+    {"groups", "sequence", "window", "usage", "view", "ops", "sizing", "ledger", "block_names", "throughput"},
     {"radix", "eviction", "pins", "events", "operations", "manager"},
     {"disk"},
     {"tiers"},
@@ -305,12 +305,13 @@ KV_PART_LAYERS = {
         {"extents", "holder_ids"},
         {"free_runs"},
         {"pool", "block_table"},
+        {"local"},
         {"prefix_cache", "fragmentation"},
         {"arena"},
         {"view", "checks", "compaction", "disk_offload"},
         {"upkeep", "resizing", "offload"},
         {"room"},
-        {"pins"},
+        {"pins", "local_tables"},
         {"tables", "edits"},
         {"loads"},
         {"manager"},

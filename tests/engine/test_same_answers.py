@@ -9,11 +9,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 
-from same_answers import SameAnswers
+from same_answers import SameAnswers, SameAnswersOfLocalLayers
 from thorough import sampled
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
-SameAnswers.TestCase.settings = settings(max_examples=sampled(30), stateful_step_count=25, deadline=None)
+for _machine in (SameAnswers, SameAnswersOfLocalLayers):
+    _machine.TestCase.settings = settings(max_examples=sampled(30), stateful_step_count=25, deadline=None)
 TestSameAnswers = SameAnswers.TestCase
+TestSameAnswersOfLocalLayers = SameAnswersOfLocalLayers.TestCase

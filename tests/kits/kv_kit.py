@@ -16,6 +16,7 @@ from cllm.kv.eviction import SegmentedLRU
 from cllm.kv.manager import KVManager
 from cllm.kv.ops import BlockGeometry, BlockOps, SlotGeometry, SlotOps
 from cllm.kv.paged.block_table import allocation_of
+from cllm.kv.paged.local import LocalShape
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.sequence import KVSequence
 from cllm.kv.sizing import most_bytes
@@ -26,8 +27,13 @@ BYTES_PER_TOKEN = 8
 Prompt = st.lists(st.integers(0, 1), min_size=1, max_size=40)
 
 
-def paged(blocks: int = 16, block_size: int = 4, **options: Any) -> tuple[FakeBackend, PagedKVManager]:
-    backend = FakeBackend()
+def paged(
+    blocks: int = 16, block_size: int = 4, window: int = 0, ahead: int = 16, **options: Any
+) -> tuple[FakeBackend, PagedKVManager]:
+    """`window`: of two layers beside the full one; `ahead`: tokens for which they take blocks beforehand."""
+    backend = FakeBackend(window=window)
+    if window:
+        options["local"] = LocalShape(window, cells=2, ahead=ahead)
     geometry = BlockGeometry(blocks, block_size)
     backend.allocate(geometry)
     assert isinstance(backend.ops, BlockOps)
@@ -98,7 +104,7 @@ def compute(backend: FakeBackend, kv: KVManager, sequence: KVSequence, count: in
     """What the scheduler does with one sequence in one step."""
     start = sequence.num_computed
     tokens = sequence.tokens[start : start + count]
-    logits = rows_of(backend, [Chunk(tokens, start, True, sequence.slot, sequence.blocks)])
+    logits = rows_of(backend, [Chunk(tokens, start, True, sequence.slot, sequence.blocks, local=sequence.local)])
     sequence.num_computed += count
     kv.verify(sequence)
     kv.commit(sequence)
@@ -193,7 +199,8 @@ class ManagerMachine(RuleBasedStateMachine):
         remaining = len(sequence.tokens) - sequence.num_computed
         if remaining and self.kv.grow(sequence, remaining):
             start = sequence.num_computed
-            rows_of(self.backend, [Chunk(sequence.tokens[start:], start, True, sequence.slot, sequence.blocks)])
+            chunk = Chunk(sequence.tokens[start:], start, True, sequence.slot, sequence.blocks, local=sequence.local)
+            rows_of(self.backend, [chunk])
             self.kv.rewind(sequence)
 
     @precondition(lambda self: self.live)

@@ -31,7 +31,7 @@ TEXT = "Hello, wörld! 123 <|im_end|>"
 
 
 def next_logits(engine: Engine, n_vocab: int, tokens: list[int]) -> np.ndarray[Any, Any]:
-    engine.allocate(blocks=2, block_size=16, type_k="f16", type_v="f16")
+    engine.allocate(cells=2, block_size=16, type_k="f16", type_v="f16")
     logits = np.full((1, n_vocab), np.nan, np.float32)
     chunk = np.array([[len(tokens), 0, 1, 1, 0, 0]], np.int32)
     assert engine.step(np.array(tokens, np.int32), chunk, np.array([1], np.int32), logits)

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+import numpy_sampler as host
 from cllm.backends.base import BackendTraits, Chunk, Draw, Drawn, Seen, StepResult
 from cllm.backends.fake import FakeBackend
-from cllm.engine import draw as host
-from cllm.engine.draw import masked
 from cllm.errors import BackendError
 
 
@@ -70,7 +69,7 @@ class PipelinedFake(FakeBackend):
 def _choose(logits: NDArray[np.float32], draw: Draw, unknown: int | None) -> Drawn:
     values = logits.copy()
     if draw.mask is not None:
-        values = masked(values, draw.mask)
+        values = host.masked(values, draw.mask)
     if draw.bias is not None:
         values[draw.bias.ids] = values[draw.bias.ids] + draw.bias.values
     if draw.penalties is not None:

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from cllm.backends.fake import FakeBackend
 from cllm.engine.request import FinishReason, Request
 from cllm.kv.ops import BlockGeometry, SlotGeometry
+from cllm.kv.paged.local import LocalShape
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.paged.upkeep import UpkeepSettings
 from cllm.kv.sizing import most_bytes
@@ -24,11 +25,12 @@ MOST_FAULTS = 3
 """With more of them in a row, nothing computed in between, the engine may give up."""
 
 
-def in_blocks(backend: FakeBackend, blocks: int) -> Machine:
+def in_blocks(backend: FakeBackend, blocks: int, local: LocalShape | None = None) -> Machine:
     """Blocks are moved after every step."""
     clock, geometry = Clock(), BlockGeometry(blocks, 4)
     backend.allocate(geometry)
     options: dict[str, Any] = {"bytes_per_token": 8, "watermark": 0.02, "eviction_threshold": 0.8, "extent_blocks": 4}
+    options["local"] = local
     upkeep = UpkeepSettings(compaction="always")
     kv = PagedKVManager(backend.ops, geometry, clock=clock, upkeep=upkeep, **options)  # type: ignore[arg-type]
     return Machine(backend, kv, lambda request, index: windowed_reference(request, "paged", index), clock=clock)
@@ -46,6 +48,9 @@ class SameAnswers(RuleBasedStateMachine):
     def start(self, blocks: int) -> None:
         ahead = PipelinedFake(context_length=CONTEXT)
         self.begin([in_slots(), in_blocks(FakeBackend(context_length=CONTEXT), blocks), in_blocks(ahead, blocks)])
+
+    windows = True
+    """Whether requests may ask for a rolling window."""
 
     def begin(self, machines: list[Machine]) -> None:
         self.rigs = [Rig(machine) for machine in machines]
@@ -70,7 +75,11 @@ class SameAnswers(RuleBasedStateMachine):
     )
     def submit(self, letters: str, max_tokens: int, kept: Any, ends: bool, penalties: Any, **options: Any) -> None:
         for rig in self.rigs:
-            window = Window.fit(*kept, rig.scheduler.kv.unit_tokens) if kept and not options["reads"] else None
+            window = (
+                Window.fit(*kept, rig.scheduler.kv.unit_tokens)
+                if kept and self.windows and not options["reads"]
+                else None
+            )
             rig.submit(letters, max_tokens, seed=3, window=window, ignore_eos=not ends, **penalties, **options)
 
     @rule(count=st.integers(1, 4))
@@ -132,6 +141,18 @@ class SameAnswers(RuleBasedStateMachine):
             assert tokens == tokens_ahead and len(reasons) == 1
         common = min(len(tokens), len(tokens_ahead))
         assert tokens[:common] == tokens_ahead[:common]
+
+
+class SameAnswersOfLocalLayers(SameAnswers):
+    """Two of three layers attend to the last tokens only, and keep no more."""
+
+    windows = False
+
+    @initialize(blocks=st.sampled_from([60, 100, 300]), window=st.sampled_from([3, 8, 17]))
+    def start(self, blocks: int, window: int) -> None:  # type: ignore[override]
+        shape = LocalShape(window, cells=2, ahead=12)
+        plain, ahead = (kind(context_length=CONTEXT, window=window) for kind in (FakeBackend, PipelinedFake))
+        self.begin([in_slots(), in_blocks(plain, blocks, shape), in_blocks(ahead, blocks, shape)])
 
 
 def _takes_time(rig: Rig) -> Any:

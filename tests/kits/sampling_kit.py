@@ -7,24 +7,19 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from cllm.engine import draw, sampling
-from cllm.engine.row_sampler import RowSampler
+import numpy_sampler
+from cllm._native import RowSampler, instruction_sets
+from cllm.engine import sampling
 
-try:
-    from cllm import _native
-except ImportError:
-    NATIVE = []
-else:
-    NATIVE = _native.instruction_sets()
-
-NUMPY: RowSampler = draw
+NATIVE = instruction_sets()
+NUMPY = cast(RowSampler, numpy_sampler)
 SAMPLERS = ["numpy", *NATIVE]
 
 
@@ -37,7 +32,7 @@ def packed(allowed: Sequence[bool]) -> NDArray[np.int32]:
 
 
 def sampler(name: str) -> RowSampler:
-    return NUMPY if name == "numpy" else _native.RowSampler(name)
+    return NUMPY if name == "numpy" else RowSampler(name)
 
 
 @contextmanager

@@ -63,7 +63,7 @@ class Rig:
         self.allocate(blocks=blocks, block_size=block_size, type_k=kv_type, type_v=kv_type)
 
     def allocate(self, *, blocks: int, block_size: int = 16, type_k: str = "f16", type_v: str = "f16") -> None:
-        self.engine.allocate(blocks=blocks, block_size=block_size, type_k=type_k, type_v=type_v)
+        self.engine.allocate(cells=blocks, block_size=block_size, type_k=type_k, type_v=type_v)
         self.blocks, self.block_size = blocks, block_size
         self.kv_types = {"type_k": type_k, "type_v": type_v}
 

@@ -13,6 +13,7 @@ from cllm.kv.block_names import fingerprint
 from cllm.kv.disk.files import Files
 from cllm.kv.disk.store import DiskStore
 from cllm.kv.ops import BlockBytes, BlockGeometry, BlockOps
+from cllm.kv.paged.local import LocalShape
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.sequence import KVSequence
 from cllm.kv.tiers.disk_tier import DiskTier
@@ -36,9 +37,15 @@ class Cache:
 
     kv: PagedKVManager
 
-    def __init__(self, directory: Path, *, limit: int = 1 << 20, files: Files | None = None, **options: Any) -> None:
+    def __init__(
+        self, directory: Path, *, limit: int = 1 << 20, files: Files | None = None, window: int = 0, **options: Any
+    ) -> None:
+        """`window`: of two layers beside the full one."""
         self.clock = Clock()
-        self.backend = FakeBackend()
+        self.window = window
+        self.backend = FakeBackend(window=window)
+        if window:
+            options["local"] = LocalShape(window, cells=2, ahead=16)
         self.kv = self.make_kv(**options)
         # A queue of 64 MiB would have room for half a million of these small blocks, and memory is taken for each.
         self.store: DiskStore = make_store(
@@ -86,11 +93,13 @@ class Cache:
 
     def compute(self, sequence: KVSequence, count: int) -> None:
         end = min(sequence.num_computed + count, len(sequence.tokens))
-        tokens = sequence.tokens[sequence.num_computed : end]
-        if tokens:
-            start = sequence.num_computed
-            rows_of(self.backend, [Chunk(tokens, start, True, sequence.slot, sequence.blocks)])
-            sequence.num_computed = end
+        while (start := sequence.num_computed) < end:
+            if sequence.local is not None and start == sequence.room and not self.kv.grow(sequence, 1):
+                break
+            there = end if sequence.local is None else min(end, sequence.room)
+            tokens = sequence.tokens[start:there]
+            rows_of(self.backend, [Chunk(tokens, start, True, sequence.slot, sequence.blocks, local=sequence.local)])
+            sequence.num_computed = there
             self.kv.commit(sequence)
 
     def finish(self, sequence: KVSequence) -> None:
@@ -134,11 +143,14 @@ class Cache:
 
     def assert_right(self, sequence: KVSequence) -> None:
         """The sequence's memory holds its tokens and nothing else."""
-        chunk = Chunk(sequence.tokens[:0], 0, False, sequence.slot, sequence.blocks)
+        chunk = Chunk(sequence.tokens[:0], 0, False, sequence.slot, sequence.blocks, local=sequence.local)
         memory = self.backend.memory
         held = memory.read(chunk, sequence.num_computed)
         assert held.tolist() == sequence.tokens[: sequence.num_computed].tolist()
         assert not np.any(memory.dropped_before(chunk, sequence.num_computed))
+        if self.window:
+            # The next token does not see the first of the last `window` ones.
+            assert memory.local_differences(chunk, sequence.num_computed, self.window - 1) == 0
 
     def assert_sound(self) -> None:
         self.kv.check()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import invariant, rule
+from hypothesis.stateful import invariant, precondition, rule
 
 import cllm.kv
 from cllm.backends.base import Chunk
@@ -85,14 +85,35 @@ class SegmentedMachine(ManagerMachine):
         return paged(blocks=10, block_size=2, eviction_policy="slru", watermark=0.2)
 
 
+class LocalMachine(ManagerMachine):
+    """Beside the full layer there are two with a window of five tokens."""
+
+    def build(self) -> tuple[FakeBackend, KVManager]:
+        return paged(blocks=40, window=5, eviction_threshold=0.8, max_sequences=6)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.live))
+        length = data.draw(st.integers(0, sequence.num_computed))
+        assert self.kv.truncate(sequence, length) <= length
+
+    @invariant()
+    def no_more_is_held_than_the_window_and_what_is_ahead(self) -> None:
+        for sequence in self.live:
+            assert sequence.local is not None
+            assert len(sequence.local.blocks) <= 2 + 4 + 1 + 2
+
+
 _profile = settings(max_examples=sampled(50), stateful_step_count=40, deadline=None)
-for _machine in (ManagerMachine, SlotMachine, OnDemandMachine, TinyStoreMachine, SegmentedMachine):
+for _machine in (ManagerMachine, SlotMachine, OnDemandMachine, TinyStoreMachine, SegmentedMachine, LocalMachine):
     _machine.TestCase.settings = _profile
 TestPaged = ManagerMachine.TestCase
 TestSlots = SlotMachine.TestCase
 TestOnDemand = OnDemandMachine.TestCase
 TestTinyStore = TinyStoreMachine.TestCase
 TestSegmented = SegmentedMachine.TestCase
+TestLocal = LocalMachine.TestCase
 
 
 def test_paged_shares_blocks_and_computes_a_prompt_once() -> None:

@@ -56,9 +56,17 @@ class SlotTiers(Tiers):
         return SlotCache(self.directory, files=self.files)
 
 
+class LocalTiers(Tiers):
+    """Two of three layers have a window of six tokens."""
+
+    def make_cache(self) -> Cache:
+        return Cache(self.directory, files=self.files, upkeep=UpkeepSettings(compaction="always"), window=6, blocks=64)
+
+
 TestTiers = Tiers.TestCase
 TestSlotTiers = SlotTiers.TestCase
-TestTiers.settings = TestSlotTiers.settings = settings(
+TestLocalTiers = LocalTiers.TestCase
+TestTiers.settings = TestSlotTiers.settings = TestLocalTiers.settings = settings(
     max_examples=sampled(60), stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
@@ -83,6 +91,23 @@ def test_what_was_computed_is_found_after_a_restart(cache: Cache, tmp_path: Path
     assert later.backend.computed_tokens - computed == 2
     assert later.kv.usage().disk.loaded_tokens == 40 and later.kv.usage().disk.failed_loads == 0
     assert later.kv.loading == 0 and later.kv.usage().referenced == 0
+
+
+def test_a_window_comes_back_with_its_prefix_or_neither_does(tmp_path: Path) -> None:
+    cache = Cache(tmp_path, window=6, blocks=64)
+    assert cache.run(LONG) == 0
+    later = again(cache, tmp_path, window=6, blocks=64)
+    computed = later.backend.computed_tokens
+    assert later.run([*LONG, 7]) == len(LONG) - 1
+    assert later.backend.computed_tokens - computed == 2
+    assert later.kv.usage().disk.loaded_tokens == 40 and later.kv.usage().referenced == 0
+    later.kv.check()
+    third = again(later, tmp_path, window=6, blocks=64)
+    for segment in sorted(tmp_path.glob("*/*.kv")):
+        content = segment.read_bytes()
+        segment.write_bytes(content[:-4096] + bytes(4096))  # the last record: cells of the window
+    assert third.run([*LONG, 8]) == 0
+    third.kv.check()
 
 
 def test_other_spaces_do_not_find_it(cache: Cache, tmp_path: Path) -> None:

@@ -178,3 +178,40 @@ def test_what_is_warm_on_purpose_is_nobodys_part() -> None:
     assert pin_for(kv, backend, b"ann", 0).pin_id  # what it shares with what is warm costs nothing
     assert pin_for(kv, backend, b"ann", 500).refusal
     assert kv.usage().pins == 5 and kv.details()["pins"]["gave_way"] == 0
+
+
+def test_with_local_layers_a_pin_holds_what_they_need_to_go_on() -> None:
+    backend, kv = paged(blocks=60, window=5)
+
+    class Marked(KVSequence):
+        places = (20,)
+
+    text = list(range(20))
+    for again in range(2):
+        sequence = Marked([*text, *range(50 + 20 * again, 65 + 20 * again)])
+        assert kv.admit(sequence) == 20 * again
+        while (missing := len(sequence.tokens) - sequence.num_computed) > 0:
+            compute(backend, kv, sequence, min(missing, sequence.room - sequence.num_computed))
+        mark = PinMark(20)
+        kv.pin(sequence, mark)
+        assert mark.refusal is None and mark.pinned_tokens == 20
+        kv.release(sequence)
+        kv.room.evict(1000)
+        kv.check()
+        assert kv.usage().pinned == 5 + 2 and kv.usage().evictable == 0
+    late = KVSequence(list(range(100, 140)))
+    assert kv.admit(late) == 0
+    compute(backend, kv, late, 16)
+    compute(backend, kv, late, 16)
+    mark = PinMark(8)
+    kv.pin(late, mark)
+    assert mark.refusal == "the layers with a window have gone beyond its end"
+    kv.release(late)
+    assert kv.unpin(mark_id(kv))
+    kv.check()
+    assert kv.usage().pinned == 0
+
+
+def mark_id(kv: Any) -> str:
+    (pin,) = kv.pins.all.by_id
+    return str(pin)

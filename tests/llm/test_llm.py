@@ -13,6 +13,7 @@ import pytest
 
 from cllm import LLM, AsyncLLM, SamplingParams
 from cllm.config import load_config
+from cllm.engine import row_sampler
 from cllm.engine.loop import Engine
 from cllm.engine.time_sharing import TimeSharing
 from cllm.errors import (
@@ -106,7 +107,6 @@ def llm() -> Iterator[LLM]:
 
 
 async def test_the_instruction_set_reaches_the_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
-    native = pytest.importorskip("cllm._native")
     used: list[str] = []
 
     class Sampler:
@@ -118,8 +118,8 @@ async def test_the_instruction_set_reaches_the_sampler(monkeypatch: pytest.Monke
             used.append(self._name)
             return int(self._rows.argmax(values))
 
-    original = native.RowSampler
-    monkeypatch.setattr(native, "RowSampler", Sampler)
+    original = row_sampler.RowSampler
+    monkeypatch.setattr(row_sampler, "RowSampler", Sampler)
     async with AsyncLLM(fake_config(backend__native__instruction_set="generic")) as llm:
         _ = [delta async for delta in llm.submit("which kernels?", GREEDY)]
     assert set(used) == {"generic"}

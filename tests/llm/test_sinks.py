@@ -124,6 +124,23 @@ async def test_shutting_down_ends_sinks() -> None:
             assert isinstance(error, ShuttingDownError)
 
 
+async def test_sinks_are_told_of_the_end_even_if_the_model_cannot_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = AsyncLLM(fake_config(backend__fake__latency_ms=1.0))
+    await llm.start()
+    sink = queued(llm, "for ever", ENDLESS)
+    await sink.until(lambda: len(sink.outputs) > 2)
+    stop = llm.executor.stop
+
+    async def fails(grace_s: float) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(llm.executor, "stop", fails)
+    with pytest.raises(OSError, match="the disk is gone"):
+        await llm.shutdown(0)
+    assert isinstance(sink.error, ShuttingDownError) and llm.requests() == []
+    await stop(0)
+
+
 async def test_a_sink_that_raises_harms_nobody_else() -> None:
     def raises(output: Output) -> None:
         raise RuntimeError("the connection is gone")

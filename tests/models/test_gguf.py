@@ -119,7 +119,7 @@ def test_hybrids_and_recurrent_models_are_not_supported_yet(tmp_path: Path, chan
         ({"llama.block_count": None}, "llama.block_count is missing"),
         ({"llama.block_count": 0}, "llama.block_count is 0"),
         ({"llama.block_count": "many"}, "llama.block_count is 'many'"),
-        ({"llama.attention.head_count_kv": [2, 3]}, "llama.attention.head_count_kv is [2, 3]"),
+        ({"llama.attention.head_count_kv": [2, 3, 4]}, "llama.attention.head_count_kv is [2, 3, 4]"),
         ({"llama.attention.head_count": 65}, "llama.attention.key_length is 0"),
         ({"llama.context_length": 2**32 - 1}, "llama.context_length is 4294967295"),
         ({"split.count": 3}, "one of 3 parts"),

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.engine import draw as host
+import numpy_sampler as host
 
 Row = NDArray[np.float32]
 NEAR = 2e-6

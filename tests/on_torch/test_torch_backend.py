@@ -461,6 +461,6 @@ def test_weights_that_are_cut_short_while_they_are_loaded(tmp_path: Path) -> Non
 
 
 def test_a_gguf_file_that_torch_cannot_run(tmp_path: Path) -> None:
-    model = GGUFModel.open(write_model(tmp_path / "yarn.gguf", rope_scaling="yarn"))
-    with pytest.raises(ModelError, match=r"the torch backend cannot run this model: its RoPE scaling is yarn"):
+    model = GGUFModel.open(write_model(tmp_path / "odd.gguf", arch="qwen2", rope_scaling="llama3"))
+    with pytest.raises(ModelError, match=r"the torch backend cannot run this model: it has the tensor rope_freqs"):
         TorchBackend(model, device="cpu")

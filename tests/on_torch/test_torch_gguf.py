@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from architecture_kit import TINY, write_tiny
 from cllm.backends.torch.backend import TorchBackend
 from cllm.backends.torch.batch import make_batch
 from cllm.backends.torch.sources import open_source, spec_of, unsupported
@@ -18,6 +19,7 @@ from cllm.models.registry import resolve
 from cllm.text.tokenizer import load_tokenizer
 from cllm_bench.quality.texts import TEXT
 from native_kit import write_model
+from plain_model import PlainModel
 from step_kit import Rig, random_tokens
 from torch_kit import BLOCK, Floats, chunk, table
 
@@ -63,6 +65,14 @@ def test_small_models_are_what_native_computes(options: dict[str, object], tmp_p
     error = np.sqrt(np.square(found - expected).mean()) / expected.std()
     assert error < (0.05 if rounded else 2e-3), error
     assert (found.argmax(1) == expected.argmax(1)).mean() > (0.8 if rounded else 0.97)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_architecture_is_what_its_description_says(name: str, tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "tiny.gguf", TINY[name])
+    tokens = [token % 97 for token in TOKENS[:70]]
+    expected = PlainModel(GGUFModel.open(path)).logits(tokens)
+    assert np.abs(logits_of_all(path, tokens) - expected).max() < 1e-3 * expected.std()
 
 
 def test_every_tensor_has_its_place(tmp_path: Path) -> None:

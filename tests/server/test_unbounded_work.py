@@ -193,7 +193,7 @@ def test_whatever_the_schema_the_loop_is_free_and_memory_bounded(served: Served,
     before = resident_mb()
     assert served.answer("/v1/chat/completions", by_schema(schema)).status in (200, 400, 429)
     assert resident_mb() - before < CACHED_MB + SLACK_MB
-    assert served.llm.text.compiler.bytes_cached <= CACHED_MB << 20
+    assert served.llm.text.compiler.cache.size <= CACHED_MB << 20
 
 
 @settings(max_examples=sampled(4), deadline=None, suppress_health_check=list(HealthCheck))

@@ -220,7 +220,7 @@ async def test_a_large_structure_is_tried_out_first_and_both_give_the_same() -> 
     compiler = make_compiler()
     matcher = (await compiler.compile(LARGE)).start()
     assert matcher.agreed([*b"9998", 257]) == 5 and matcher.agreed([*b"9999", 257]) < 5
-    assert compiler.bytes_cached >= 100_000, "as measured"
+    assert compiler.cache.size >= 100_000, "as measured"
     compiler.close()
 
 
@@ -238,8 +238,8 @@ async def test_a_structure_that_takes_too_much_is_refused_by_the_settings_names(
 
 async def test_structures_in_use_leave_no_room_for_another_large_one() -> None:
     compiler = make_compiler(max_cached_mb=4)
-    compiler._cache.put("x", Built(build(WORD), 4 << 20))
-    grammar = compiler._cache.get("x")
+    compiler.cache.put("x", Built(build(WORD), 4 << 20))
+    grammar = compiler.cache.get("x")
     assert grammar is not None
     matcher = grammar.start()
     with pytest.raises(OverloadedError, match=r"structured\.max_cached_mb"):

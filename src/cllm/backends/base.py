@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from cllm.kv.groups import LocalTable
 from cllm.kv.ops import BlockOps, Geometry, HostRows, SlotOps
 from cllm.models.spec import ModelSpec
 
@@ -48,6 +49,8 @@ class Chunk:
     """How to sample from its logits, if the backend does that: one token for each."""
     asks: Scoring | Pooling | None = None
     """What is wanted besides logits."""
+    local: LocalTable | None = None
+    """The blocks of layers with a window, where they have their own."""
 
 
 class Scoring(NamedTuple):

@@ -36,6 +36,8 @@ CONTEXT = 4096
 """Without a longer one being asked for."""
 _POSITIONS = 1 << 16
 END_TOKEN = 257
+_LOCAL = 1_000_000
+"""What a local layer adds to tokens, once for each."""
 _PRINTABLE = [*range(97, 123), 32]
 
 
@@ -59,10 +61,14 @@ class FakeBackend(Backend):
         latency_s: float = 0.0,
         context_length: int = CONTEXT,
         layout: Layout = "blocks",
+        window: int = 0,
+        local_layers: int = 2,
     ) -> None:
-        """It imitates either layout: the memory that it is given decides, `layout` says which to give it."""
+        """It imitates either layout: the memory that it is given decides, `layout` says which to give it. `window`: it
+        has so many layers that attend to the last `window` tokens, and keeps a block of each in a cell."""
         self.traits = replace(self.traits, layout=layout)
-        self.spec = ModelSpec("fake", 8, vocab_size, context_length, (LayerSpec(AttentionSpec(1, 1, 2, 2)),))
+        local = (LayerSpec(AttentionSpec(1, 1, 2, 2, window=window)),) * (local_layers if window else 0)
+        self.spec = ModelSpec("fake", 8, vocab_size, context_length, (LayerSpec(AttentionSpec(1, 1, 2, 2)), *local))
         self.faults = InjectedFaults()
         self.latency_s = latency_s
         self.computed_tokens = 0
@@ -136,6 +142,8 @@ class FakeBackend(Backend):
         context += self.memory.dropped_before(chunk, length).astype(np.uint64) << np.uint64(20)
         mixed = int((context * self._weights[: len(context)]).sum(dtype=np.uint64))
         mixed ^= chunk.dropped * 0x9E3779B97F4A7C15 & 0xFFFF_FFFF_FFFF_FFFF
+        if chunk.local is not None:
+            mixed ^= self.memory.local_differences(chunk, length, self.spec.layers[-1].attention.window)
         return self._logits(mixed)
 
     def _logits(self, mixed: int) -> Logits:
@@ -189,6 +197,30 @@ class _FakeBlocks:
         self._arena[written, positions % self._size] = tokens
         self._dropped[written, positions % self._size] = chunk.dropped
         self._resident[written] = True
+        for number, cells in enumerate(self._local_cells(chunk), start=1):
+            written = cells[positions // self._size]
+            assert (written >= 0).all(), "a local block is written that the table does not have"
+            self._arena[written, positions % self._size] = tokens + number * _LOCAL
+            self._resident[written] = True
+
+    def _local_cells(self, chunk: Chunk) -> list[NDArray[np.int64]]:
+        """For each local layer the cells of all blocks up to the table's end; -1: not in the table."""
+        table = chunk.local
+        if table is None or not table.blocks:
+            return []
+        cells = np.asarray(table.cells, dtype=np.int64).reshape(len(table.blocks), -1)
+        before = np.full((table.first, cells.shape[1]), -1)
+        return list(np.concatenate((before, cells)).T)
+
+    def local_differences(self, chunk: Chunk, length: int, window: int) -> int:
+        """0 if the local layers' memory holds the same tokens inside the window as the full one's."""
+        positions = np.arange(max(0, length - window), length)
+        tokens = self.read(chunk, length)[positions]
+        different = 0
+        for number, cells in enumerate(self._local_cells(chunk), start=1):
+            there = self._arena[cells[positions // self._size], positions % self._size] - number * _LOCAL
+            different += int(np.abs(there.astype(np.int64) - tokens).sum())
+        return different
 
     def read(self, chunk: Chunk, length: int) -> NDArray[np.int32]:
         table = np.asarray(chunk.blocks[: -(-length // self._size)], dtype=np.int64)
@@ -284,6 +316,9 @@ class _FakeSlots:
 
     def dropped_before(self, chunk: Chunk, length: int) -> NDArray[np.int32]:
         return np.zeros(length, np.int32)
+
+    def local_differences(self, chunk: Chunk, length: int, window: int) -> int:
+        return 0
 
     def length(self, slot: int) -> int:
         return max(self._cells[slot], default=-1) + 1

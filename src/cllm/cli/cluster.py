@@ -300,7 +300,7 @@ def _on_signals() -> None:
             sys.exit(128 + number)
 
     ending = [signal.SIGINT, signal.SIGTERM]
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         ending.append(signal.SIGHUP)
     for number in ending:
         signal.signal(number, leave)

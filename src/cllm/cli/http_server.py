@@ -144,6 +144,6 @@ class Server(uvicorn.Server):
 def _signals() -> list[signal.Signals]:
     """The signals that stop the server. SIGHUP does, unless it was ignored at the start, as with nohup."""
     ending = [signal.SIGINT, signal.SIGTERM]
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         ending.append(signal.SIGHUP)
     return ending

@@ -34,10 +34,8 @@ def check_memory() -> None:
 def explain_bus_errors() -> None:
     """Print a message on SIGBUS. llama.cpp maps the model file, and reading a truncated file then raises this signal.
     Call it only before mapping a file; otherwise the signal means something else."""
-    try:
-        from cllm._native import end_on_bus_error
-    except ImportError:  # llama.cpp works without the native engine
-        return
+    from cllm._native import end_on_bus_error
+
     end_on_bus_error(
         "cllm: the model file was truncated or became unreadable while in use; start again when it is complete, or set "
         "backend.llama_cpp.mmap=false\n",

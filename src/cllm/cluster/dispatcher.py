@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from cllm.cluster.messages import ENDS_ALL, Accepted, Cancel, Ended, Refusal, ReplicaJob, ReplicaProgress, Route
 from cllm.cluster.peers import Peer
@@ -40,13 +40,6 @@ log = logging.getLogger("cllm.cluster")
 
 _REFUSED_S = 0.1
 """How long to wait when every replica has refused a request."""
-
-
-class ReplicaCalls(Protocol):
-    """Ray Serve's handle of the replicas."""
-
-    @property
-    def run(self) -> Any: ...
 
 
 class _Running:
@@ -105,7 +98,7 @@ class Dispatcher:
     def __init__(
         self,
         ingress: str,
-        replicas: ReplicaCalls,
+        replicas: Any,
         view: RoutingView,
         deliver: Callable[[list[Output]], None],
         observers: Observers,
@@ -116,8 +109,8 @@ class Dispatcher:
         wait_s: float,
         max_sends: int,
     ) -> None:
-        """`wait_s`: how long a request waits while no replica can take it. `max_sends`: a request that this many
-        replicas did not finish fails: it may be what breaks them."""
+        """`replicas`: Ray Serve's handle. `wait_s`: how long a request waits while no replica can take it. `max_sends`:
+        a request that this many replicas did not finish fails: it may be what breaks them."""
         self._ingress = ingress
         self._replicas = replicas
         self._view = view
@@ -354,12 +347,15 @@ class Dispatcher:
             running.changed.set()
             return
         request = running.request
+        ends_all = output.reason in ENDS_ALL and running.stopped.get(output.answer) is not output.reason
         output = output._replace(
-            request_id=request.id, error=_timed_out(request) if isinstance(error, RequestTimeoutError) else error
+            request_id=request.id,
+            answer=_open_answer(request) if ends_all else output.answer,
+            error=_timed_out(request) if isinstance(error, RequestTimeoutError) else error,
         )
         _mirror(request, output, time.monotonic())
         self._deliver([output])
-        if output.reason is not None and (request.unfinished == 0 or output.reason in ENDS_ALL):
+        if output.reason is not None and (request.unfinished == 0 or ends_all):
             self._end(running, output.reason, output.error)
 
     def on_progress(self, peer: Peer, message: ReplicaProgress) -> None:
@@ -396,8 +392,9 @@ class Dispatcher:
             return
         if isinstance(error, BackendError | ModelUnavailableError):
             self._metrics.failed()
+        answer = _open_answer(running.request)
         self._end(running, reason, error)
-        self._deliver([Output(running.request.id, 0, None, None, reason, None, error, 0)])
+        self._deliver([Output(running.request.id, answer, None, None, reason, None, error, 0)])
 
     def _end(self, running: _Running, reason: FinishReason, error: Exception | None) -> None:
         if running.ended:
@@ -417,6 +414,11 @@ def _longest(request: Request) -> int:
     """How many tokens of it a replica's memory must be able to hold."""
     sequence = request.sequences[0]
     return sequence.max_length if sequence.window is None else sequence.window.capacity
+
+
+def _open_answer(request: Request) -> int:
+    """One that has not ended: what ends all answers is told with it, because nobody listens to one that has."""
+    return next((sequence.index for sequence in request.sequences if not sequence.ended), 0)
 
 
 def _timed_out(request: Request) -> RequestTimeoutError:

@@ -50,7 +50,8 @@ class LinkServer:
         self._executor = llm.executor
         self._replica = replica
         self._observer = observer
-        self._links: dict[str, Link] = {}
+        self.links: dict[str, Link] = {}
+        """By ingress."""
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -63,14 +64,11 @@ class LinkServer:
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        for link in list(self._links.values()):
+        for link in list(self.links.values()):
             link.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def link_to(self, ingress: str) -> Link | None:
-        return self._links.get(ingress)
 
     def stats(self) -> ReplicaStats:
         requests = self._llm.requests()
@@ -95,15 +93,15 @@ class LinkServer:
                 for message in messages:
                     if isinstance(message, Greeting):
                         ingress = message.ingress
-                        self._links[ingress] = link
+                        self.links[ingress] = link
                         telling = [self._spawn(tell(link)) for tell in (self._tell_cache, self._tell_load)]
                     else:
                         self._take(link, ingress, message)
         finally:
             for task in telling:
                 task.cancel()
-            if self._links.get(ingress) is link:
-                del self._links[ingress]
+            if self.links.get(ingress) is link:
+                del self.links[ingress]
             self._drop_jobs(ingress, link)
 
     def _take(self, link: Link, ingress: str, message: Any) -> None:

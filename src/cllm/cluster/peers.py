@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from cllm.cluster.link import Link, connect
 from cllm.cluster.messages import (
@@ -30,24 +30,13 @@ from cllm.engine.request import Output
 from cllm.errors import ModelUnavailableError
 from cllm.loading.facts import ModelFacts
 
+if TYPE_CHECKING:
+    from cllm.cluster.dispatcher import Dispatcher
+
 log = logging.getLogger("cllm.cluster")
 
 RECONNECT_S = 0.25
 WATCH_S = 0.25
-
-
-class JobListener(Protocol):
-    """What is told of jobs."""
-
-    def on_accepted(self, peer: Peer, message: Accepted) -> None: ...
-
-    def on_output(self, peer: Peer, output: Output) -> None: ...
-
-    def on_progress(self, peer: Peer, message: ReplicaProgress) -> None: ...
-
-    def on_ended(self, peer: Peer, message: Ended) -> None: ...
-
-    def on_lost(self, peer: Peer) -> None: ...
 
 
 class Peer:
@@ -94,7 +83,7 @@ class Peers:
         self,
         ingress: str,
         view: RoutingView,
-        jobs: JobListener,
+        dispatcher: Dispatcher,
         facts: ModelFacts,
         *,
         silence_s: float,
@@ -104,7 +93,7 @@ class Peers:
         `accept_context` is asked to lower the server's context to that of a replica which holds less."""
         self._ingress = ingress
         self._view = view
-        self._jobs = jobs
+        self._dispatcher = dispatcher
         self._facts = facts
         self._silence_s = silence_s
         self._accept_context = accept_context
@@ -196,7 +185,7 @@ class Peers:
         self._view.remove(peer.name)
         log.info("replica %s left", peer.name)
         peer.lose()
-        self._jobs.on_lost(peer)
+        self._dispatcher.on_lost(peer)
 
     async def _watch(self, link: Link) -> None:
         """Close a link on which nothing comes: its replica hangs, or its machine is gone."""
@@ -212,13 +201,13 @@ class Peers:
     def _take(self, peer: Peer, message: Any) -> None:
         match message:
             case Output():
-                self._jobs.on_output(peer, message)
+                self._dispatcher.on_output(peer, message)
             case Accepted():
-                self._jobs.on_accepted(peer, message)
+                self._dispatcher.on_accepted(peer, message)
             case ReplicaProgress():
-                self._jobs.on_progress(peer, message)
+                self._dispatcher.on_progress(peer, message)
             case Ended():
-                self._jobs.on_ended(peer, message)
+                self._dispatcher.on_ended(peer, message)
             case CacheEvents(events):
                 self._view.apply(peer.name, events)
             case CacheContent(number, names):

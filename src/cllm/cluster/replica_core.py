@@ -74,7 +74,7 @@ class ReplicaCore:
 
     async def run(self, job: ReplicaJob) -> Refusal | None:
         """Ends when the job has ended."""
-        link = self._links.link_to(job.ingress)
+        link = self._links.links.get(job.ingress)
         if link is None:
             return Refusal(self.name, ShuttingDownError(_NO_LINK), elsewhere=True)
         try:

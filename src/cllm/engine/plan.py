@@ -103,6 +103,7 @@ def _chunk(sequence: Sequence, end: int, wants_logits: bool) -> Chunk:
         int(wants_logits),
         slot=sequence.slot,
         blocks=sequence.blocks,
+        local=sequence.local,
         dropped=dropped,
         kept=sequence.kept,
         row=sequence.row,
@@ -124,6 +125,7 @@ def row_of(sequence: Sequence) -> Chunk:
         sequence.kept,
         sequence.row,
         follows,
+        local=sequence.local,
     )
 
 

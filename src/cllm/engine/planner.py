@@ -170,6 +170,9 @@ class Planner:
                             return False
                     rows.append(sequence)
                 elif missing > sequence.forced + 1 or (missing and not sequence.generates):
+                    out_of_room = sequence.local is not None and not submitted and start >= sequence.room
+                    if out_of_room and not self._make_room(sequence):
+                        return False
                     if submitted and sequence.reading is not None and sequence.reading.in_order:
                         continue
                     prompts.append(sequence)
@@ -314,6 +317,8 @@ class Planner:
                     break
                 count = sequence.next_chunk
             if count == 0:
+                if sequence.local is not None:
+                    continue  # its next blocks come with the step under way
                 break
             plan.add_prompt(sequence, count)
 
@@ -387,6 +392,7 @@ class Planner:
             if held is None:
                 held = self._kv.peek(sequence.key, sequence.space)
             if held <= other.num_computed or sequence.shares(other, self._worth_sharing(held)):
+                self._kv.meet(other, sequence)
                 return True
         return False
 

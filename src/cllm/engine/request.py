@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+import numpy as np
+
 from cllm.backends.base import PromptScores
 from cllm.engine.reading import Embedding, Reading
 from cllm.engine.resuming import observe_generated, validate_generated
@@ -168,6 +170,12 @@ class Sequence(KVSequence):
         return self.tokens[: self.reading.reusable + 1]
 
     @property
+    def places(self) -> list[int]:  # type: ignore[override]
+        """Where others will go on: behind what is to be pinned, and behind messages, which end with such a token."""
+        ends = np.isin(np.frombuffer(self.tokens, np.int32), list(self.request.end_ids))
+        return [*(mark.tokens for mark in self.request.submission.pins), *(np.flatnonzero(ends) + 1).tolist()]
+
+    @property
     def weight(self) -> float:
         """What a token of its prompt costs, relative to one that is only computed."""
         return 1.0 if self.reading is None else self.reading.weight
@@ -191,6 +199,8 @@ class Sequence(KVSequence):
     def next_chunk(self) -> int:
         """How many of the remaining tokens one step can compute."""
         known = len(self.tokens) - self.num_computed - self.submitted
+        if self.local is not None:
+            return min(known, self.room - self.num_computed - self.submitted)
         return known if self.window is None else min(known, self.window.until_drop(self.num_computed))
 
     @property

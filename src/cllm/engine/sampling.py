@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm.backends.base import Bias, Draw, Drawn
-from cllm.engine.draw import Constraint, Ids, Mask, Penalties, Row, leaves_some, mix64, uniform
+from cllm.engine.draw import Constraint, Mask, Penalties, Row, leaves_some, mix64, uniform
 from cllm.engine.params import SamplingParams
 from cllm.engine.row_sampler import DEFAULT_SAMPLER, RowSampler
 from cllm.errors import InvalidRequestError, named
@@ -123,11 +123,11 @@ class TokenChooser:
         self.generated = 0
         self._key = mix64(seed)
         self._penalties = Penalties(params, prompt)
-        self._bias_ids: Ids = np.array(list(params.logit_bias), np.intp)
+        self._bias_ids: NDArray[np.intp] = np.array(list(params.logit_bias), np.intp)
         self._bias = np.array(list(params.logit_bias.values()), np.float64)
-        self._end_ids: Ids = np.array(sorted(end_ids), np.intp)
+        self._end_ids: NDArray[np.intp] = np.array(sorted(end_ids), np.intp)
         self._forbidden = forbidden
-        self._forbidden_ids: Ids = np.array(sorted(forbidden), np.intp)
+        self._forbidden_ids: NDArray[np.intp] = np.array(sorted(forbidden), np.intp)
         # Made once: hundreds of rows use them in every step, and many share the same object.
         self._best = _best(params, forbidden)
         self._early_best = _best(params, forbidden | end_ids) if params.min_tokens else self._best

@@ -15,14 +15,14 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 NAME_BYTES = 32
 TOKEN_BYTES = 4
-_FINGERPRINT, _ROOT, _BLOCK = b"cllm-kv-model", b"cllm-kv-root", b"cllm-kv-block"
+_FINGERPRINT, _ROOT, _BLOCK, _LOCAL = b"cllm-kv-model", b"cllm-kv-root", b"cllm-kv-block", b"cllm-kv-local"
 
 
 def fingerprint(content: bytes, settings: Mapping[str, str | int]) -> bytes:
@@ -55,6 +55,13 @@ def chain(parent: bytes, tokens: array[int] | NDArray[np.int32] | bytes, block_t
 def tail_name(parent: bytes, tokens: bytes) -> bytes:
     """The name of a partial last block. It differs from every whole block's, which has more tokens."""
     return hashlib.blake2b(parent + tokens, digest_size=NAME_BYTES, person=_BLOCK).digest()
+
+
+def local_names(names: Iterable[bytes], cells: int) -> list[bytes]:
+    """The names of the cells that the local layers have for these blocks, one block after another."""
+    blake = hashlib.blake2b
+    parts = [number.to_bytes(4, "little") for number in range(cells)]
+    return [blake(name + part, digest_size=NAME_BYTES, person=_LOCAL).digest() for name in names for part in parts]
 
 
 def token_bytes(tokens: array[int] | NDArray[np.int32] | bytes) -> bytes:

@@ -97,6 +97,9 @@ class KVManager(ABC):
     def arrange(self) -> None:  # noqa: B027 - blocks may lie in any order
         """Called before each step, after admissions: place running sequences so that they compute fast."""
 
+    def meet(self, running: KVSequence, waiting: KVSequence) -> None:  # noqa: B027 - most keep everything anyway
+        """`waiting` is going to wait for the beginning that it shares with `running`."""
+
     @abstractmethod
     def grow(self, sequence: KVSequence, count: int) -> bool:
         """Make room to compute `count` more tokens. False: there is none, and nothing has changed."""

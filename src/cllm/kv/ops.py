@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from cllm.kv.groups import KVLayout
+
 
 @dataclass(frozen=True, slots=True)
 class SlotGeometry:
@@ -38,6 +40,8 @@ class BlockGeometry:
     blocks: int
     block_size: int
     """Tokens per block."""
+    layout: KVLayout | None = None
+    """With layers that have a window and memory of their own: what a block takes. None: one block of all layers."""
 
     @property
     def tokens(self) -> int:

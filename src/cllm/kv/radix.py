@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -34,7 +34,19 @@ V = TypeVar("V")
 class Node(Generic[V]):
     """An edge and the node it leads to. `references` counts the sequences and pins whose path runs through it."""
 
-    __slots__ = ("children", "hits", "key", "names", "number", "parent", "pins", "references", "space", "value")
+    __slots__ = (
+        "children",
+        "hits",
+        "key",
+        "marks",
+        "names",
+        "number",
+        "parent",
+        "pins",
+        "references",
+        "space",
+        "value",
+    )
 
     def __init__(self, parent: Node[V] | None, key: bytearray, value: V, space: bytes) -> None:
         self.parent = parent
@@ -50,6 +62,8 @@ class Node(Generic[V]):
         """The owner's id for it."""
         self.names: list[bytes] = []
         """One name per unit of the edge, if the owner names them."""
+        self.marks: dict[int, Any] = {}
+        """What the owner keeps behind that many units of the edge."""
 
     def path(self) -> Iterator[Node[V]]:
         """This node and its ancestors, deepest first, without the root."""
@@ -200,7 +214,10 @@ class RadixTree(Generic[V]):
         upper.references = node.references
         upper.hits = node.hits
         upper.pins = node.pins
-        upper.names, node.names = node.names[: at // unit], node.names[at // unit :]
+        units, marks = at // unit, node.marks
+        upper.names, node.names = node.names[:units], node.names[units:]
+        upper.marks = {place: mark for place, mark in marks.items() if place <= units}
+        node.marks = {place - units: mark for place, mark in marks.items() if place > units}
         parent.children[_filed(parent, node.space, node.key[:unit])] = upper
         node.key = node.key[at:]
         node.value = lower_value

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from cllm.kv.groups import LocalTable
 from cllm.kv.window import Window
 
 
@@ -35,6 +36,8 @@ class KVSequence:
         "hole",
         "kept",
         "load",
+        "local",
+        "marks",
         "num_computed",
         "room",
         "slot",
@@ -49,6 +52,9 @@ class KVSequence:
 
     request_id = ""
     """The request it belongs to, for views of the cache."""
+
+    places: Sequence[int] = ()
+    """After how many tokens other sequences will go on from it, as far as is known beforehand."""
 
     def __init__(self, tokens: Sequence[int], window: Window | None = None, space: bytes = b"") -> None:
         """Sequences share cached prefixes only within their `space` (one per tenant)."""
@@ -66,6 +72,9 @@ class KVSequence:
         # Where its memory is, for the backend's steps: its block table, or its slot.
         self.blocks: list[int] = []
         self.slot = 0
+        self.local: LocalTable | None = None
+        # After how many tokens a snapshot of its local blocks is due, the next one last.
+        self.marks: list[int] = []
         # Positions [end, room) can be written without asking for more memory.
         self.room = 0
 

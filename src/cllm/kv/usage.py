@@ -90,6 +90,11 @@ class KVUsage(NamedTuple):
     pinned: int = 0
     """Units held by pins. They count as referenced."""
     pins_refused: int = 0
+    local: int = 0
+    """Units that hold the K/V of layers with a window, where those are apart. They count above, too."""
+    local_evictable: int = 0
+    snapshots: int = 0
+    """Places of cached prefixes where these layers can go on."""
     blocks_stored: int = 0
     """Blocks added to the prefix tree since the start."""
     blocks_removed: int = 0

@@ -80,10 +80,8 @@ def weights_of(config: Config, model: Model, kind: str) -> Weights:
 
 def _native_refusal(model: GGUFModel) -> str | None:
     """Why the native engine cannot run the model, or None."""
-    try:
-        from cllm.backends.native import unsupported
-    except ImportError as error:
-        return f"its extension does not load ({error}); reinstall cLLM"
+    from cllm.backends.native import unsupported
+
     return unsupported(model)
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from cllm.backends.base import BackendTraits
 from cllm.config import Config
 from cllm.kv.disk.model_digest import identity
 from cllm.kv.sizing import SLOT_PADDING
 from cllm.loading.backend_choice import choose_backend, name_of, open_model_file, weights_of
 from cllm.loading.context import context_of
 from cllm.loading.disk_cache import ModelFiles, files_of
-from cllm.loading.resources import kv_bytes_per_token
+from cllm.loading.resources import kv_layout, local_bytes, local_shape
 from cllm.loading.sampling_defaults import SamplingDefaults, sampling_defaults
 from cllm.loading.torch_model import device_of
+from cllm.models.gguf import GGUFModel
+from cllm.models.gguf_decoder import decoder_spec
 
 BackendKind = Literal["native", "llama_cpp", "torch", "fake"]
 
@@ -39,11 +42,13 @@ class Estimate:
     weight_type: str | None = None
     """The type of most weights."""
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    local_bytes: int = 0
+    """K/V bytes of layers with a window, for a sequence however long, if they are kept apart."""
 
     @property
     def context_bytes(self) -> int:
         """K/V of one sequence of full length. With less, a model cannot serve the context it promises."""
-        return -(-self.context // SLOT_PADDING) * SLOT_PADDING * self.token_bytes
+        return -(-self.context // SLOT_PADDING) * SLOT_PADDING * self.token_bytes + self.local_bytes
 
     @property
     def is_current(self) -> bool:
@@ -68,10 +73,15 @@ def estimate(config: Config) -> Estimate:
         files = files_of(model)
         kind = choose_backend(config, model)
         name, spec = name_of(config, model), model.spec
+        if kind == "native" and isinstance(model, GGUFModel):
+            spec = decoder_spec(model)  # with the windows of its layers
         weights = weights_of(config, model, kind).size
         weight_type, sampling = model.weight_type, sampling_defaults(config, model)
     is_elastic = kind == "native" or (kind == "fake" and config.backend.fake.layout == "paged")
     device = device_of(config) if kind == "torch" else "cpu"
     context = context_of(config, spec)
-    token_bytes = kv_bytes_per_token(config.resources, spec)
-    return Estimate(name, kind, weights, token_bytes, context, is_elastic, device, files, weight_type, sampling)
+    layout = kv_layout(config, spec, kind)
+    local = local_bytes(local_shape(config, layout, BackendTraits.preferred_step_tokens), layout)
+    return Estimate(
+        *(name, kind, weights, layout.token_bytes, context, is_elastic, device, files, weight_type, sampling, local)
+    )

@@ -157,6 +157,7 @@ def _open_native(config: Config, model: GGUFModel, threads: int) -> Backend:
         kv_type_k=config.resources.kv_type_k,
         kv_type_v=config.resources.kv_type_v,
         large_pages=_use_large_pages(config.kv.large_pages),
+        context=config.resources.max_context_length,
     )
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cllm.backends.base import Backend
 from cllm.config import Config
 from cllm.drafts import Drafter
 from cllm.engine.budget import StepBudget
 from cllm.engine.plan import Drafting
-from cllm.engine.row_sampler import RowSampler, fastest_sampler
+from cllm.engine.row_sampler import RowSampler, open_sampler
 from cllm.engine.scheduler import Scheduler
+from cllm.kv.groups import KVLayout
 from cllm.kv.manager import KVManager
 from cllm.kv.ops import BlockGeometry, BlockOps, SlotOps
 from cllm.kv.paged.manager import PagedKVManager
@@ -31,7 +32,7 @@ from cllm.loading.open_model import (
     open_text,
     paged_max_running,
 )
-from cllm.loading.resources import kv_bytes_per_token
+from cllm.loading.resources import check_local_room, kv_layout, local_bytes, local_shape
 from cllm.loading.text_model import TextModel
 from cllm.loading.weights_id import weights_id
 from cllm.machine import mib
@@ -76,7 +77,7 @@ def load_model(
     `share` is for one of several models. `before_mapping` is called before the model file is mapped, if it is.
     """
     share = share or ModelShare()
-    row_sampler = fastest_sampler(config.backend.native.instruction_set)
+    row_sampler = open_sampler(config.backend.native.instruction_set)
     text = open_text(config, share.tokenizers)
     files = None if text.model is None else files_of(text.model)
     backend, budget = open_backend(config, text, share, before_mapping)
@@ -98,14 +99,16 @@ def _build(
     workers: Workers,
 ) -> ModelParts:
     spec = backend.spec
-    token_bytes = kv_bytes_per_token(config.resources, spec)
+    layout = kv_layout(config, spec, backend.traits.name)
+    token_bytes = layout.token_bytes
     context = min(context_of(config, spec, backend.traits.context_cap), share.context or spec.context_length)
     if budget is None:
-        budget = _fake_bytes(config, token_bytes, context)
+        local = local_bytes(local_shape(config, layout, backend.traits.preferred_step_tokens), layout)
+        budget = _fake_bytes(config, context * token_bytes + local)
     if backend.traits.layout == "slots":
         memory = _slot_memory(config, backend, budget, token_bytes, context)
     else:
-        memory = _block_memory(config, backend, budget, token_bytes, context, share)
+        memory = _block_memory(config, backend, budget, layout, context, share)
     facts = ModelFacts(
         name=opened.name,
         weights="fake" if files is None else weights_id(files.paths),
@@ -164,9 +167,9 @@ def _drafting(config: Config, backend: Backend) -> Drafting | None:
     return Drafting(drafter, backend.traits.most_drafts)
 
 
-def _fake_bytes(config: Config, token_bytes: int, context: int) -> int:
+def _fake_bytes(config: Config, sequence_bytes: int) -> int:
     asked = config.resources.kv_cache_max_memory_mb
-    return context * PAGED_MAX_RUNNING * token_bytes if asked is None else int(asked * MIB)
+    return PAGED_MAX_RUNNING * sequence_bytes if asked is None else int(asked * MIB)
 
 
 def _slot_memory(config: Config, backend: Backend, budget: int, token_bytes: int, context: int) -> _Memory:
@@ -237,15 +240,20 @@ def _upkeep(
 
 
 def _block_memory(
-    config: Config, backend: Backend, budget: int, token_bytes: int, context: int, share: ModelShare
+    config: Config, backend: Backend, budget: int, layout: KVLayout, context: int, share: ModelShare
 ) -> _Memory:
-    geometry = plan_blocks(budget_bytes=budget, bytes_per_token=token_bytes, block_size=config.resources.block_size)
+    token_bytes, local = layout.token_bytes, local_shape(config, layout, backend.traits.preferred_step_tokens)
+    geometry = plan_blocks(budget_bytes=budget, bytes_per_token=token_bytes, block_size=layout.block_size)
+    if local is not None:
+        geometry = replace(geometry, layout=layout)
+        check_local_room(budget, local_bytes(local, layout))
     backend.allocate(geometry)
     ops = backend.ops
     assert isinstance(ops, BlockOps)
     kv = PagedKVManager(
         ops,
         geometry,
+        local,
         bytes_per_token=token_bytes,
         max_sequences=config.resources.kv_cache_max_size,
         eviction_threshold=config.scheduler.kv_cache_eviction_threshold,
@@ -257,4 +265,4 @@ def _block_memory(
         account=share.account,
     )
     memory: Memory = "blocks" if share.context is None else "shared"
-    return _Memory(kv, paged_max_running(config), _limit(config, backend, min(context, geometry.tokens), memory))
+    return _Memory(kv, paged_max_running(config), _limit(config, backend, min(context, kv.max_tokens), memory))

@@ -10,8 +10,11 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cllm.config import Config
 from cllm.config.schema import ResourcesConfig
 from cllm.errors import ConfigError, ModelError
+from cllm.kv.groups import KVLayout
+from cllm.kv.paged.local import LocalShape, most_blocks
 from cllm.kv.sizing import MIB
 from cllm.machine import Cpus, MemoryLimit, default_threads, mib, tightest
 from cllm.models.spec import ModelSpec
@@ -46,7 +49,41 @@ def choose_threads(asked: int | None, cpus: Cpus) -> int:
 
 
 def kv_bytes_per_token(settings: ResourcesConfig, spec: ModelSpec) -> int:
+    """In all layers."""
     return spec.kv_bytes_per_token(settings.kv_type_k, settings.kv_type_v)
+
+
+FREES_WINDOWS = ("native", "fake")
+"""Backends that can keep the K/V of layers with a window apart, and free them behind it."""
+
+
+def kv_layout(config: Config, spec: ModelSpec, kind: str) -> KVLayout:
+    """How a backend of this kind lays out K and V."""
+    settings = config.resources
+    rolls = config.kv.window.recent is not None  # which takes tokens out of the middle of all layers' memory
+    apart = kind in FREES_WINDOWS and config.kv.free_behind_windows and not rolls
+    return spec.kv_layout(settings.kv_type_k, settings.kv_type_v, settings.block_size, apart=apart)
+
+
+def local_shape(config: Config, layout: KVLayout, step_tokens: int) -> LocalShape | None:
+    """`step_tokens`: most tokens of a prompt that a step computes by default."""
+    if layout.local is None:
+        return None
+    return LocalShape(layout.local.window, layout.local.cells, config.scheduler.max_step_tokens or step_tokens)
+
+
+def local_bytes(shape: LocalShape | None, layout: KVLayout) -> int:
+    """What local layers take for one sequence, however long it is."""
+    return 0 if shape is None else most_blocks(shape, layout.block_size) * shape.cells * layout.cell_bytes
+
+
+def check_local_room(budget: int, needed: int) -> None:
+    """Raise if not even one sequence would fit."""
+    if 2 * needed > budget:
+        raise ConfigError(
+            f"the KV budget is {mib(budget)}, but the layers with a sliding window alone take {mib(needed)} for a "
+            "sequence; raise resources.kv_cache_max_memory_mb, or lower scheduler.max_step_tokens"
+        )
 
 
 def choose_kv_bytes(settings: ResourcesConfig, weights: Weights, limits: Sequence[MemoryLimit]) -> int:

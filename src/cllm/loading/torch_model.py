@@ -6,7 +6,6 @@ torch takes seconds to import, so only the functions that need it do.
 from __future__ import annotations
 
 import ctypes
-import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -35,7 +34,7 @@ def has_gpu(config: Config) -> bool:
     if config.backend.torch.device == "cpu" or find_spec("torch") is None:
         return False
     try:
-        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        ctypes.CDLL("libcuda.so.1")
         import torch
     except (OSError, ImportError):
         return False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import re
+import resource
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,10 +86,6 @@ def _commit(root: Path) -> Iterator[MemoryLimit]:
 
 def _of_process(root: Path) -> Iterator[MemoryLimit]:
     """ulimits. They count mapped memory, used or not: -v all of it, -d only private memory."""
-    try:
-        import resource
-    except ImportError:  # not on this system
-        return
     pages = [as_number(text) for text in (read_text(root / "proc/self/statm") or "").split()]
     page = resource.getpagesize()
     # In statm: size, resident, shared, text, lib, data.
@@ -142,8 +139,6 @@ def can_reserve(size: int) -> bool:
 
     Some libraries end the process when an allocation fails, so ask before calling them.
     """
-    if not hasattr(mmap, "MAP_PRIVATE"):  # a system without such limits
-        return True
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     try:
         mmap.mmap(-1, size, flags=flags).close()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import resource
+
 
 def raise_open_file_limit(wanted: int) -> int | None:
     """Raise the limit of open files as far as needed and allowed. Returns the limit; None if there is none."""
-    try:
-        import resource
-    except ImportError:
-        return None
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     infinite = resource.RLIM_INFINITY
     if soft == infinite or soft >= wanted:

@@ -9,9 +9,8 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from gguf import GGMLQuantizationType, LlamaFileType
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from cllm.errors import ModelError
 from cllm.models.gguf_header import DamagedError, HeaderReader, TensorInfo, short
+from cllm.models.gguf_keys import Keys
 from cllm.models.spec import MOST_LAYERS, AttentionSpec, LayerSpec, ModelSpec
 from cllm.models.unchanged_file import FileStamp, UnchangedFile, unreadable
 
@@ -31,7 +31,6 @@ _POOLING: dict[int, Literal["last", "mean", "cls"]] = {1: "mean", 2: "cls", 3: "
 _RANK = 4
 _RECURRENT_KEYS = ("ssm.conv_kernel", "ssm.state_size", "wkv.head_size", "shortconv.l_cache", "kda.head_dim")
 """Sizes of what layers have in place of attention, or beside it: more than zero in recurrent and hybrid models."""
-_MAX_SIZE = 2**31 - 1  # of any number in a model's shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +46,10 @@ class GGUFModel:
     metadata: Mapping[str, Any] = field(repr=False)
     """Scalars as Python values, arrays of strings as lists, arrays of numbers as numpy arrays."""
     tensors: Mapping[str, TensorInfo] = field(repr=False)
+
+    @property
+    def keys(self) -> Keys:
+        return Keys(self.path, self.spec.architecture, self.metadata)
 
     @property
     def size_bytes(self) -> int:
@@ -69,17 +72,17 @@ class GGUFModel:
 
     def get(self, key: str, default: T) -> T:
         """The value of `key`, which must be of the default's type (a `None` default takes any type)."""
-        return _get(self.metadata, key, default, self.path)
+        return self.keys.get(key, default)
 
     def strings(self, key: str) -> list[str]:
         """The strings of an array; empty if the key is missing."""
-        return _get_strings(self.metadata, key, self.path)
+        return self.keys.strings(key)
 
     def numbers(self, key: str, kind: type[int] | type[float]) -> list[Any]:
         """The numbers of an array, all of that kind; empty if the key is missing."""
         value: list[Any] = self.get(key, [])
         if value and type(value[0]) is not kind:
-            raise _wrong_kind(self.path, key, f"a list of {type(value[0]).__name__}", f"a list of {kind.__name__}")
+            raise self.keys.wrong_kind(key, f"a list of {type(value[0]).__name__}", f"a list of {kind.__name__}")
         return value
 
     @property
@@ -101,10 +104,6 @@ class GGUFModel:
     def _pooling_type(self) -> int:
         return self.get(f"{self.spec.architecture}.pooling_type", 0)
 
-    def size(self, suffix: str) -> int:
-        """A required size under the architecture's prefix."""
-        return _read_size(self.metadata, self.spec.architecture, self.path, suffix)
-
     def check_unchanged(self) -> None:
         """Raise `ModelError` if the file is no longer the one whose header was read."""
         try:
@@ -124,10 +123,9 @@ class GGUFModel:
             raise unreadable(path, error, _ADVICE) from error
         except DamagedError as error:
             raise ModelError(f"{path}: {error}; {DAMAGED_ADVICE}") from error
-        name = _get(metadata, "general.name", "", path) or path.stem
-        return cls(
-            path, name, _read_sizes(metadata, path, tied="output.weight" not in tensors), stamp, metadata, tensors
-        )
+        keys = Keys(path, _architecture(metadata, path), metadata)
+        name = keys.get("general.name", "") or path.stem
+        return cls(path, name, _read_sizes(keys, tied="output.weight" not in tensors), stamp, metadata, tensors)
 
 
 class TensorFile(UnchangedFile):
@@ -164,79 +162,56 @@ def _family(kind: str) -> str:
     return found[0] if found else kind
 
 
-def _wrong_kind(path: Path, key: str, found: str, wanted: str) -> ModelError:
-    return ModelError(f"{path}: the metadata key {key} is {found}, not {wanted}; use another .gguf file")
+def _architecture(metadata: Mapping[str, Any], path: Path) -> str:
+    found = Keys(path, "", metadata).get("general.architecture", "")
+    if not re.fullmatch(r"[\w.-]{1,64}", found):
+        wrong = f"is {short(found)}" if found else "is missing"
+        raise ModelError(f"{path}: general.architecture {wrong}, so it is not a language model; use another .gguf file")
+    return found
 
 
-def _get(metadata: Mapping[str, Any], key: str, default: T, path: Path) -> T:
-    value = metadata.get(key)
-    if value is None:
-        return default
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    if isinstance(default, float) and type(value) is int:
-        value = float(value)
-    if default is not None and type(value) is not type(default):
-        found, wanted = type(value).__name__, type(default).__name__
-        raise _wrong_kind(path, key, f"a {found}", f"a {wanted}")
-    return cast(T, value)
-
-
-def _get_strings(metadata: Mapping[str, Any], key: str, path: Path) -> list[str]:
-    value: list[Any] = _get(metadata, key, [], path)
-    if value and not isinstance(value[0], str):
-        raise _wrong_kind(path, key, f"a list of {type(value[0]).__name__}", "a list of str")
-    return value
-
-
-def _read_sizes(metadata: Mapping[str, Any], path: Path, *, tied: bool) -> ModelSpec:
-    architecture = _get(metadata, "general.architecture", "", path)
-    if not re.fullmatch(r"[\w.-]{1,64}", architecture):
-        found = f"is {short(architecture)}" if architecture else "is missing"
-        raise ModelError(f"{path}: general.architecture {found}, so it is not a language model; use another .gguf file")
-    _refuse_recurrent(metadata, architecture, path)
-    read = partial(_read_size, metadata, architecture, path)
-    n_embd, n_heads = read("embedding_length"), read("attention.head_count")
-    tokens = _get_strings(metadata, "tokenizer.ggml.tokens", path)
-    n_layers = min(read("block_count"), MOST_LAYERS)
-    attention = AttentionSpec(
-        n_heads=n_heads,
-        n_kv_heads=read("attention.head_count_kv", n_heads),
-        head_dim_k=read("attention.key_length", n_embd // n_heads),
-        head_dim_v=read("attention.value_length", n_embd // n_heads),
-    )
+def _read_sizes(keys: Keys, *, tied: bool) -> ModelSpec:
+    _refuse_recurrent(keys)
+    n_embd = keys.size("embedding_length")
+    tokens = keys.strings("tokenizer.ggml.tokens")
     return ModelSpec(
-        architecture=architecture,
+        architecture=keys.architecture,
         n_embd=n_embd,
-        n_vocab=len(tokens) or read("vocab_size"),
-        context_length=read("context_length"),
-        layers=(LayerSpec(attention),) * n_layers,
+        n_vocab=len(tokens) or keys.size("vocab_size"),
+        context_length=keys.size("context_length"),
+        layers=_read_layers(keys, n_embd),
         tied=tied,
     )
 
 
-def _refuse_recurrent(metadata: Mapping[str, Any], architecture: str, path: Path) -> None:
+def _read_layers(keys: Keys, n_embd: int) -> tuple[LayerSpec, ...]:
+    n_layers = min(keys.size("block_count"), MOST_LAYERS)
+    n_heads = keys.sizes("attention.head_count", n_layers)
+    n_kv_heads = keys.sizes("attention.head_count_kv", n_layers, n_heads)
+    full = [keys.size(f"attention.{part}_length", n_embd // n_heads[0]) for part in ("key", "value")]
+    windowed = [
+        keys.size(f"attention.{part}_length_swa", dim) for part, dim in zip(("key", "value"), full, strict=True)
+    ]
+    shared = keys.count("attention.shared_kv_layers", 0)
+    sliding = keys.sliding(n_layers, 0) if windowed != full or shared else [False] * n_layers
+    own = {kind: index for index, kind in enumerate(sliding[: n_layers - shared])}
+    """The last layer of each kind that has K/V of its own."""
+    found: dict[LayerSpec, LayerSpec] = {}
+    layers = []
+    for index, (heads, kv_heads, slides) in enumerate(zip(n_heads, n_kv_heads, sliding, strict=True)):
+        kv_from = None if index < n_layers - shared else own.get(slides)
+        dim_k, dim_v = windowed if slides else full
+        layer = LayerSpec(AttentionSpec(heads, kv_heads, dim_k, dim_v, kv_from=kv_from))
+        layers.append(found.setdefault(layer, layer))
+    return tuple(layers)
+
+
+def _refuse_recurrent(keys: Keys) -> None:
     """Before any size is read: layers without attention may have sizes of zero."""
-    heads = metadata.get(f"{architecture}.attention.head_count_kv")
-    lacking = isinstance(heads, np.ndarray) and bool((heads == 0).any())
-    if lacking or any(metadata.get(f"{architecture}.{key}") for key in _RECURRENT_KEYS):
+    heads = keys.any("attention.head_count_kv")
+    lacking = isinstance(heads, list) and 0 in heads
+    if lacking or any(keys.any(key) for key in _RECURRENT_KEYS):
         raise ModelError(
-            f"{path}: {architecture} models are not supported yet: not every layer of theirs is plain attention; use "
-            "another model"
+            f"{keys.path}: {keys.architecture} models are not supported yet: not every layer of theirs is plain "
+            "attention; use another model"
         )
-
-
-def _read_size(
-    metadata: Mapping[str, Any], architecture: str, path: Path, suffix: str, default: int | None = None
-) -> int:
-    key = f"{architecture}.{suffix}"
-    value = _get(metadata, key, cast(Any, None), path)
-    if isinstance(value, list) and value and all(entry == value[0] for entry in value):
-        value = value[0]  # one entry per layer, all the same
-    if value is None:
-        value = default
-    if value is None:
-        raise ModelError(f"{path}: the metadata key {key} is missing; use a complete .gguf file")
-    if type(value) is not int or not 0 < value <= _MAX_SIZE:
-        raise ModelError(f"{path}: the metadata key {key} is {short(value)}, not a valid size; use another .gguf file")
-    return value

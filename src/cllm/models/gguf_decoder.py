@@ -1,38 +1,47 @@
-"""What the native and torch engines need from a GGUF file: everything about the model in numbers.
+"""What the native and torch engines need from a GGUF file: everything about the model in numbers, and its tensors.
 
-They run plain decoders: Llama and relatives. `unsupported_reason` names whatever else a file asks for.
+`architectures` says what they know. `unsupported_reason` names whatever else a file asks for.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import replace
-from typing import Any, cast
 
-import numpy as np
 from gguf import GGMLQuantizationType
 
 from cllm.errors import ModelError
-from cllm.models.gguf import DAMAGED_ADVICE, GGUFModel, TensorFile
+from cllm.models.architectures import ARCHITECTURES, Architecture
+from cllm.models.features import features_of
+from cllm.models.gguf import DAMAGED_ADVICE, GGUFModel
 from cllm.models.gguf_header import short
-from cllm.models.spec import FeedForwardSpec, LayerSpec, ModelSpec, Rotation
-from cllm.models.tensors import layer_tensors, outer_tensors
+from cllm.models.gguf_rotation import (
+    FREQUENCIES,
+    LONG,
+    SCALINGS,
+    SHORT,
+    check_size,
+    read_rotation,
+    read_sliding_rotation,
+    rope_dims,
+    scaling,
+)
+from cllm.models.spec import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, Rotation, Temperature
+from cllm.models.tensors import TensorSpec, all_tensors, layer_tensors, outer_tensors
 
-# Whether RoPE pairs dimension i of a head with i + half of them (otherwise 2i with 2i + 1).
-ROPE_NEOX = {"llama": False, "qwen2": True, "qwen3": True}
-ROPE_FREQS = "rope_freqs.weight"
-_QKV_BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
-
+_FACTORS = (FREQUENCIES, LONG, SHORT)
+_QKV = ("attn_q", "attn_k", "attn_v")
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,8})\.(.+)")
 
-# Keys of features that are not supported, and the values that do not use them.
+# Keys of features that are not supported, or only in architectures that list them, and the values that do not use them.
 _UNSUPPORTED_KEYS: dict[str, tuple[object, ...]] = {
     "attention.scale": (0.0,),
     "attention.clamp_kqv": (0.0,),
     "attention.max_alibi_bias": (0.0,),
     "attention.causal": (True,),
+    "attention.temperature_scale": (0.0,),
     "attn_logit_softcapping": (0.0,),
     "final_logit_softcapping": (0.0,),
     "logit_scale": (0.0, 1.0),
@@ -40,94 +49,139 @@ _UNSUPPORTED_KEYS: dict[str, tuple[object, ...]] = {
     "residual_scale": (0.0, 1.0),
     "nextn_predict_layers": (0,),
     "rope.dimension_sections": (),
-    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.alpha": (0.0,),
+    "rope.scaling.yarn_ext_factor": (1.0,),
+    "rope.scaling.yarn_attn_factor": (1.0,),
     "use_parallel_residual": (False,),
 }
 
 
-def unsupported_reason(model: GGUFModel, types: Container[int]) -> str | None:
-    """Why the model is not a plain decoder, as one clause; None if it is. `types`: the supported tensor types."""
-    if model.spec.architecture not in ROPE_NEOX:
-        return f"its architecture is {model.spec.architecture}, not one of {', '.join(ROPE_NEOX)}"
+def unsupported_reason(model: GGUFModel, types: Container[int], features: Container[str] = ()) -> str | None:
+    """Why an engine cannot run the model, as one clause; None if it can, unless the file is damaged. It supports
+    tensors of these `types`, and these of `cllm.models.features`."""
+    architecture = ARCHITECTURES.get(model.spec.architecture)
+    if architecture is None:
+        return f"its architecture is {model.spec.architecture}, not one of {', '.join(ARCHITECTURES)}"
     if model.ranks:
         return "it ranks documents instead of generating text (pooling_type 4)"
     if not model.is_causal:
         return "its attention is not causal"
     for check in (_unsupported_experts, _unsupported_keys, _unsupported_rope, _unsupported_heads):
-        reason = check(model)
+        reason = check(model, architecture)
         if reason is not None:
             return reason
-    return _unsupported_tensors(model, types)
+    return _unsupported_tensors(model, architecture, types) or _unsupported_features(model, features)
 
 
-def decoder_spec(model: GGUFModel) -> ModelSpec:
-    """All of a model for which there is no `unsupported_reason`."""
-    (sizes, *_), architecture = model.spec.layers, model.spec.architecture
-    feed_forward = FeedForwardSpec(model.size("feed_forward_length"))
-    eps = _positive(model, "attention.layer_norm_rms_epsilon", None)
-    attention = replace(
-        sizes.attention,
-        rotation=_read_rotation(model),
-        qkv_bias=any(name.endswith(_QKV_BIASES) for name in model.tensors),
-        qk_norm="head" if architecture == "qwen3" else "",
-    )
-    return replace(model.spec, layers=(LayerSpec(attention, feed_forward),) * model.spec.n_layers, rms_eps=eps)
-
-
-def rope_dims(model: GGUFModel) -> int:
-    return int(_number(model, "rope.dimension_count", model.spec.layers[0].attention.head_dim_k))
-
-
-def _read_rotation(model: GGUFModel) -> Rotation:
-    architecture, dims = model.spec.architecture, rope_dims(model)
-    scaled = model.get(f"{architecture}.rope.scaling.type", "linear") == "linear"
-    return Rotation(
-        base=_positive(model, "rope.freq_base", 10000.0),
-        dims=dims,
-        neox=ROPE_NEOX[architecture],
-        scale=_rope_factor(model) if scaled else 1.0,
-        divisors=_read_divisors(model, dims // 2) if ROPE_FREQS in model.tensors else None,
+def decoder_spec(model: GGUFModel, context: int | None = None) -> ModelSpec:
+    """All of a model for which there is no `unsupported_reason`, for texts of up to `context` tokens (by default as
+    many as it was trained for): LongRoPE turns keys in another way where they may be long."""
+    architecture, keys = ARCHITECTURES[model.spec.architecture], model.keys
+    full = read_rotation(model, architecture, context or model.spec.context_length)
+    logit_scale = _number(model, architecture, "logit_scale")
+    return replace(
+        model.spec,
+        layers=_read_layers(model, architecture, full),
+        rms_eps=keys.positive("attention.layer_norm_rms_epsilon", None),
+        embedding_scale=(
+            math.sqrt(model.spec.n_embd)
+            if architecture.scaled_embedding
+            else _number(model, architecture, "embedding_scale") or 1.0
+        ),
+        residual_scale=_number(model, architecture, "residual_scale") or 1.0,
+        logit_scale=1.0 / logit_scale if logit_scale else 1.0,
+        logit_softcap=_number(model, architecture, "final_logit_softcapping"),
+        layer_input_size=keys.count("embedding_length_per_layer_input", 0),
     )
 
 
-def _read_divisors(model: GGUFModel, pairs: int) -> tuple[float, ...]:
-    check_size(model, ROPE_FREQS, pairs)
-    with TensorFile(model) as file:
-        values = file.read(ROPE_FREQS).view(np.float32).tolist()
-    if not all(math.isfinite(value) and value > 0 for value in values):
-        raise ModelError(f"{model.path}: the tensor {ROPE_FREQS} has factors that are not positive; {DAMAGED_ADVICE}")
-    return tuple(values)
+def stored_tensors(model: GGUFModel, spec: ModelSpec) -> Iterator[TensorSpec]:
+    """The tensors to load, as they are in the file, with their sizes checked. Raises at the first one missing, however
+    many are claimed."""
+    names = ARCHITECTURES[spec.architecture].names
+    for item in all_tensors(spec):
+        found, whole = _find(model, spec, item, names.get(item.role, item.role))
+        if found.name in model.tensors:
+            check_size(model, found.name, *reversed((whole, *item.shape[1:])))
+            yield found
+        elif not item.role.endswith(".bias"):
+            raise ModelError(f"{model.path}: the tensor {found.name} is missing; {DAMAGED_ADVICE}")
 
 
-def check_size(model: GGUFModel, name: str, *asked: int) -> None:
-    has = model.tensors[name].shape
-    if (*has, 1, 1, 1, 1)[:4] != (*asked, 1, 1, 1)[:4]:
-        found, wanted = (" x ".join(map(str, shape)) for shape in (has, asked))
-        raise ModelError(f"{model.path}: the tensor {name} is {found}, but should be {wanted}; {DAMAGED_ADVICE}")
+def _find(model: GGUFModel, spec: ModelSpec, item: TensorSpec, role: str) -> tuple[TensorSpec, int]:
+    """Where a tensor lies, and how many rows are there (of a vector: values)."""
+    if role != item.role:
+        item = item._replace(name=item.name.replace(item.role, role))
+    if item.layer < 0:
+        return item, item.shape[0]
+    attention, prefix = spec.layers[item.layer].attention, f"blk.{item.layer}."
+    part, _, kind = item.name.removeprefix(prefix).partition(".")
+    fused = f"{prefix}attn_qkv.{kind}"
+    if part in _QKV and item.name not in model.tensors and fused in model.tensors:
+        first = {"attn_q": 0, "attn_k": attention.q_size, "attn_v": attention.q_size + attention.k_size}[part]
+        return item._replace(name=fused, first=first), attention.qkv_size
+    up = model.tensors.get(f"{prefix}ffn_up.weight")
+    if part in ("ffn_gate", "ffn_up") and up is not None and up.shape[1:] == (2 * item.rows,):
+        first = item.rows if part == "ffn_up" else 0
+        return item._replace(name=f"{prefix}ffn_up.weight", first=first), 2 * item.rows
+    return item, item.shape[0]
 
 
-def _rope_factor(model: GGUFModel) -> float:
-    """The factor by which positions are scaled; 0 means none."""
-    for suffix in ("rope.scaling.factor", "rope.scale_linear"):
-        if f"{model.spec.architecture}.{suffix}" in model.metadata:
-            return _positive(model, suffix, 1.0) if _number(model, suffix, 1.0) else 1.0
-    return 1.0
-
-
-def _number(model: GGUFModel, suffix: str, default: float) -> float:
-    return model.get(f"{model.spec.architecture}.{suffix}", float(default))
-
-
-def _positive(model: GGUFModel, suffix: str, default: float | None) -> float:
-    key = f"{model.spec.architecture}.{suffix}"
-    if default is None and key not in model.metadata:
-        raise ModelError(f"{model.path}: the metadata key {key} is missing; use a complete .gguf file")
-    value = _number(model, suffix, default or 0.0)
-    if not (math.isfinite(value) and value > 0):
-        raise ModelError(
-            f"{model.path}: the metadata key {key} is {value}, not a positive number; use another .gguf file"
+def _read_layers(model: GGUFModel, architecture: Architecture, full: Rotation) -> tuple[LayerSpec, ...]:
+    sizes, window = model.spec.layers, _read_window(model, architecture)
+    sliding = [False] * len(sizes)
+    if window and architecture.windows is not None:
+        sliding = model.keys.sliding(len(sizes), architecture.windows.period)
+    common = _common_attention(model, architecture, full)
+    kinds: dict[LayerSpec, LayerSpec] = {}
+    layers = []
+    for index, n_ff in enumerate(model.keys.sizes("feed_forward_length", len(sizes))):
+        own, slides = sizes[index].attention, sliding[index]
+        attention = replace(
+            common,
+            n_heads=own.n_heads,
+            n_kv_heads=own.n_kv_heads,
+            head_dim_k=own.head_dim_k,
+            head_dim_v=own.head_dim_v,
+            kv_from=own.kv_from,
         )
-    return value
+        if slides:
+            assert architecture.windows is not None
+            turned = read_sliding_rotation(model.keys, full, architecture.windows.base, own.head_dim_k)
+            attention = replace(attention, rotation=turned, window=window if window < model.spec.context_length else 0)
+        layer = LayerSpec(attention, FeedForwardSpec(n_ff, architecture.activation), architecture.norms)
+        if architecture.layer is not None:
+            layer = architecture.layer(model, index, slides, layer)
+        layers.append(kinds.setdefault(layer, layer))
+    return tuple(layers)
+
+
+def _common_attention(model: GGUFModel, architecture: Architecture, full: Rotation) -> AttentionSpec:
+    beta = _number(model, architecture, "attention.temperature_scale")
+    length = model.keys.size("rope.scaling.original_context_length", model.spec.context_length)
+    return AttentionSpec(
+        n_heads=0,
+        n_kv_heads=0,
+        head_dim_k=0,
+        head_dim_v=0,
+        rotation=full,
+        qkv_bias=any(name.endswith((*(f"{part}.bias" for part in _QKV), "attn_qkv.bias")) for name in model.tensors),
+        output_bias=any(name.endswith("attn_output.bias") for name in model.tensors),
+        qk_norm=architecture.qk_norm,
+        scale=_number(model, architecture, "attention.scale") or None,
+        softcap=_number(model, architecture, "attn_logit_softcapping"),
+        temperature=Temperature(beta, length) if beta else None,
+    )
+
+
+def _read_window(model: GGUFModel, architecture: Architecture) -> int:
+    default = 0 if architecture.windows is None else architecture.windows.default
+    return model.keys.count("attention.sliding_window", default)
+
+
+def _number(model: GGUFModel, architecture: Architecture, suffix: str) -> float:
+    """0 where the key means nothing."""
+    return model.keys.number(suffix, architecture.keys[suffix]) if suffix in architecture.keys else 0.0
 
 
 def _shown(value: object) -> str:
@@ -135,53 +189,74 @@ def _shown(value: object) -> str:
     return value if isinstance(value, str) and value.isprintable() and len(value) <= 60 else short(value)
 
 
-def _unsupported_experts(model: GGUFModel) -> str | None:
-    if _number(model, "expert_count", 0) > 1 or any("_exps." in name for name in model.tensors):
+def _unsupported_experts(model: GGUFModel, architecture: Architecture) -> str | None:
+    if model.keys.number("expert_count", 0) > 1 or any("_exps." in name for name in model.tensors):
         return "it is a mixture of experts"
     return None
 
 
-def _unsupported_keys(model: GGUFModel) -> str | None:
+def _unsupported_keys(model: GGUFModel, architecture: Architecture) -> str | None:
     for suffix, harmless in _UNSUPPORTED_KEYS.items():
-        value = model.get(f"{model.spec.architecture}.{suffix}", cast(Any, None))
-        if value is not None and value not in harmless:
+        value = model.keys.any(suffix)
+        if value is not None and suffix not in architecture.keys and value not in harmless:
             return f"its {suffix} is {_shown(value)}, which is not supported"
-    window = _number(model, "attention.sliding_window", 0)
-    if 0 < window < model.spec.context_length:
+    window = model.keys.number("attention.sliding_window", 0)
+    if architecture.windows is None and 0 < window < model.spec.context_length:
         return f"its attention has a sliding window of {window:g} tokens"
     return None
 
 
-def _unsupported_rope(model: GGUFModel) -> str | None:
-    kind = model.get(f"{model.spec.architecture}.rope.scaling.type", "linear")
-    if kind not in ("none", "linear") and not (kind == "yarn" and _rope_factor(model) == 1.0):
-        return f"its RoPE scaling is {_shown(kind)}, not none or linear"
-    head_dim = model.spec.layers[0].attention.head_dim_k
-    dims = _number(model, "rope.dimension_count", head_dim)
-    if not 0 < dims <= head_dim or dims % 2:
-        return f"its RoPE rotates {dims:g} of {head_dim} dimensions of a head"
+def _unsupported_rope(model: GGUFModel, architecture: Architecture) -> str | None:
+    kind = scaling(model.keys)
+    if kind not in SCALINGS:
+        return f"its RoPE scaling is {_shown(kind)}, not one of {', '.join(SCALINGS)}"
+    heads = {layer.attention.head_dim_k for layer in model.spec.layers}
+    dims, sliding = rope_dims(model), model.keys.count("rope.dimension_count_swa", min(heads))
+    for turned, head_dim in ((dims, max(heads)), (sliding, min(heads))):
+        if not 0 < turned <= head_dim or turned % 2:
+            return f"its RoPE rotates {turned} of {head_dim} dimensions of a head"
     return None
 
 
-def _unsupported_heads(model: GGUFModel) -> str | None:
-    shape = model.spec.layers[0].attention
-    if shape.head_dim_k != shape.head_dim_v:
-        return f"its keys have {shape.head_dim_k} dimensions and its values {shape.head_dim_v}"
-    if shape.n_heads % shape.n_kv_heads:
-        return f"its {shape.n_heads} heads cannot be divided among {shape.n_kv_heads} KV heads"
+def _unsupported_heads(model: GGUFModel, architecture: Architecture) -> str | None:
+    for shape in (layer.attention for layer in set(model.spec.layers)):
+        if shape.head_dim_k != shape.head_dim_v:
+            return f"its keys have {shape.head_dim_k} dimensions and its values {shape.head_dim_v}"
+        if shape.n_heads % shape.n_kv_heads:
+            return f"its {shape.n_heads} heads cannot be divided among {shape.n_kv_heads} KV heads"
     return None
 
 
-def _unsupported_tensors(model: GGUFModel, types: Container[int]) -> str | None:
-    architecture, spec = model.spec.architecture, replace(model.spec, tied=False)
-    attention = replace(spec.layers[0].attention, qkv_bias=True, qk_norm="head" if architecture == "qwen3" else "")
-    known = {item.name for item in outer_tensors(spec)} | ({ROPE_FREQS} if architecture == "llama" else set())
-    in_layers = {item.name for item in layer_tensors(spec, LayerSpec(attention), 0)}
+def _unsupported_tensors(model: GGUFModel, architecture: Architecture, types: Container[int]) -> str | None:
+    known = _known_tensors(model, architecture)
     for name, info in model.tensors.items():
         match = _LAYER_TENSOR.fullmatch(name)
-        in_layer = match is not None and int(match[1]) < spec.n_layers and f"blk.0.{match[2]}" in in_layers
-        if not in_layer and name not in known:
-            return f"it has the tensor {_shown(name)}, which is unknown for {architecture}"
-        if info.type not in types or (name == ROPE_FREQS and info.type != GGMLQuantizationType.F32):
+        in_layer = match is not None and int(match[1]) < model.spec.n_layers and f"blk.0.{match[2]}" in known
+        if not in_layer and (match is not None or name not in known):
+            return f"it has the tensor {_shown(name)}, which is unknown for {model.spec.architecture}"
+        if info.type not in types or (name in _FACTORS and info.type != GGMLQuantizationType.F32):
             return f"its tensor {name} is of type {GGMLQuantizationType(info.type).name}"
     return None
+
+
+def _unsupported_features(model: GGUFModel, features: Container[str]) -> str | None:
+    try:
+        missing = [name for name in features_of(decoder_spec(model)) if name not in features]
+    except ModelError:
+        return None  # damaged, as loading it will say
+    return f"it needs what is not supported: {', '.join(missing)}" if missing else None
+
+
+def _known_tensors(model: GGUFModel, architecture: Architecture) -> set[str]:
+    """Names that tensors may have; those of layers as if they were of the first one."""
+    inputs = model.keys.count("embedding_length_per_layer_input", 0)
+    spec = replace(model.spec, tied=False, layer_input_size=inputs)
+    attention = replace(
+        spec.layers[0].attention, qkv_bias=True, output_bias=True, qk_norm=architecture.qk_norm, kv_from=None
+    )
+    layer = LayerSpec(attention, norms=architecture.norms, output_scale=spec.architecture == "gemma4")
+    items = [*outer_tensors(spec), *layer_tensors(spec, layer, 0)]
+    names = {item.name.replace(item.role, architecture.names.get(item.role, item.role)) for item in items}
+    if "blk.0.attn_q.weight" not in model.tensors:
+        names |= {"blk.0.attn_qkv.weight", "blk.0.attn_qkv.bias"}
+    return names | set(_FACTORS if architecture.divisors else ())

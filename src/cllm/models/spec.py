@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from cllm.kv.groups import KVLayout, LayerKV, plan_groups
 from cllm.kv.sizing import KV_TYPES
 
 Activation = Literal["silu", "gelu"]
@@ -114,7 +115,7 @@ class FeedForwardSpec:
     size: int = 0
     """Values between its matrices."""
     activation: Activation = "silu"
-    """What is done to the gate, which the other half is multiplied by. gelu: its approximation by tanh."""
+    """What the gate goes through before it multiplies the other half. gelu: its approximation by tanh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,4 +154,15 @@ class ModelSpec:
 
     def kv_bytes_per_token(self, type_k: str, type_v: str) -> int:
         """What a token's K and V take in all layers."""
-        return sum(layer.attention.kv_bytes_per_token(type_k, type_v) for layer in self.layers)
+        return sum(layer.block_bytes for layer in self._kv_layers(type_k, type_v, 1))
+
+    def kv_layout(self, type_k: str, type_v: str, block_size: int, *, apart: bool) -> KVLayout:
+        """`apart`: layers with a window have their own memory, which is free behind it."""
+        return plan_groups(self._kv_layers(type_k, type_v, block_size), block_size, apart=apart)
+
+    def _kv_layers(self, type_k: str, type_v: str, block_size: int) -> list[LayerKV]:
+        return [
+            LayerKV(number, attention.window, block_size * attention.kv_bytes_per_token(type_k, type_v))
+            for number, attention in enumerate(layer.attention for layer in self.layers)
+            if attention.kv_from is None
+        ]

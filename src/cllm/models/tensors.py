@@ -69,10 +69,11 @@ def outer_tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
 
 def layer_tensors(spec: ModelSpec, layer: LayerSpec, index: int) -> Iterator[TensorSpec]:
     n_embd, n_ff = spec.n_embd, layer.feed_forward.size
-    sizes = _attention_tensors(layer.attention, n_embd)
+    sizes = {"attn_norm.weight": (1, n_embd)} if layer.norms != "after" else {}
+    sizes |= _attention_tensors(layer.attention, n_embd)
     sizes |= {"ffn_gate.weight": (n_ff, n_embd), "ffn_up.weight": (n_ff, n_embd), "ffn_down.weight": (n_embd, n_ff)}
     if layer.norms != "after":
-        sizes["attn_norm.weight"] = sizes["ffn_norm.weight"] = (1, n_embd)
+        sizes["ffn_norm.weight"] = (1, n_embd)
     if layer.norms != "before":
         sizes["post_attention_norm.weight"] = sizes["post_ffw_norm.weight"] = (1, n_embd)
     if layer.output_scale:
@@ -96,11 +97,9 @@ def _attention_tensors(attention: AttentionSpec, n_embd: int) -> dict[str, tuple
     if attention.output_bias:
         sizes["attn_output.bias"] = (1, n_embd)
     if attention.qk_norm:
-        for part in parts.keys() - {"v"}:
-            sizes[f"attn_{part}_norm.weight"] = (
-                1,
-                attention.head_dim_k if attention.qk_norm == "head" else parts[part],
-            )
+        for part in [part for part in parts if part != "v"]:
+            size = attention.head_dim_k if attention.qk_norm == "head" else parts[part]
+            sizes[f"attn_{part}_norm.weight"] = (1, size)
     if attention.sinks:
         sizes["attn_sinks.weight"] = (1, attention.n_heads)
     return sizes

@@ -152,6 +152,16 @@ _GAUGES = (
     _Value("kv_host_limit_bytes", "Limit of kv_host_bytes.", lambda s: s.kv.host.limit_bytes),
     _Value("kv_disk_queued_bytes", "KV bytes waiting to be written to disk.", lambda s: s.kv.disk.queued_bytes),
     _Value("kv_disk_loading", "Loads of KV from disk in progress.", lambda s: s.kv.disk.loading),
+    _Value(
+        "kv_window_bytes",
+        "KV bytes of layers with a sliding window, where they are kept apart; kv_bytes includes them.",
+        lambda s: s.kv.local * s.kv.bytes_per_unit,
+    ),
+    _Value(
+        "kv_window_snapshots",
+        "Places of cached prefixes where layers with a sliding window can go on.",
+        lambda s: s.kv.snapshots,
+    ),
     _Value("kv_pins", "Pinned prefixes.", lambda s: s.kv.pins),
     _Value(
         "kv_pinned_bytes",

@@ -48,7 +48,8 @@ class DeviceMemory:
         an elastic model always has room reserved for it."""
         found = served.estimate
         if served.config.resources.max_context_length is None:
-            tokens = int(max(self._equal_part, 0) * (CONTEXT_SHARE if found.is_elastic else 1)) // found.token_bytes
+            part = int(max(self._equal_part, 0) * (CONTEXT_SHARE if found.is_elastic else 1))
+            tokens = max(part - found.local_bytes, 0) // found.token_bytes
             served.estimate = replace(found, context=context_within(found.context, tokens))
 
     @property

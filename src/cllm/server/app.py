@@ -14,7 +14,7 @@ from cllm import __version__
 from cllm.llm import AsyncLLM
 from cllm.observe.metrics import WorkCollector, create_registry
 from cllm.observe.otlp import open_tracing
-from cllm.served import ModelSet, ServedModel, only_model
+from cllm.served import ModelSet, only_model
 from cllm.server.anthropic import routes as anthropic
 from cllm.server.auth.tenants import Tenants
 from cllm.server.cllm import generate, models, ops, requests, tokens, warm
@@ -101,14 +101,10 @@ def create_app(serves: AsyncLLM | ModelSet, config: Config, *, servers: int = 1)
     install_handlers(app, retry_after_s=config.server.shutdown_grace_s)
     if state.tracing is not None:
         for served in serves.models:
-            state.tracing.watch(served.observers, partial(_name_of, served))
+            state.tracing.watch(served.observers, partial(getattr, served, "name"))
     _add_middleware(app, config, tenants, state)
     app.openapi = lambda: _openapi(app, state)  # type: ignore[method-assign]
     return app
-
-
-def _name_of(served: ServedModel) -> str:
-    return served.name
 
 
 @asynccontextmanager

@@ -69,7 +69,7 @@ class Compiler:
         self._try_out = try_out
         self._builder = Builder(vocabulary) if vocabulary.tokens is not None else None
         self._limits = Limits(config.compile_timeout_s, config.max_compile_mb << 20)
-        self._cache = GrammarCache(config.max_cached_mb << 20)
+        self.cache = GrammarCache(config.max_cached_mb << 20)
         self._reasons: dict[_Key, str] = {}
         """Why recent ones were refused."""
         self._shared: dict[_Key, _Shared] = {}
@@ -82,7 +82,7 @@ class Compiler:
         """Raises `InvalidRequestError` if the structure is invalid."""
         owner = OWNER.get()
         key = _key(owner.space, structure)
-        grammar = self._cache.get(key)
+        grammar = self.cache.get(key)
         if grammar is not None:
             return grammar
         if (reason := self._reasons.get(key)) is not None:
@@ -110,11 +110,7 @@ class Compiler:
                 shared.task.get_loop().call_soon_threadsafe(shared.task.cancel)
         for threads in (self._small, self._large):
             threads.shutdown(wait=False, cancel_futures=True)
-        self._cache.clear()
-
-    @property
-    def bytes_cached(self) -> int:
-        return self._cache.size
+        self.cache.clear()
 
     def _start(self, key: _Key, structure: Structure, owner: Owner) -> _Shared:
         self._check(structure, owner.key)
@@ -129,12 +125,12 @@ class Compiler:
             return
         error = task.exception()
         if error is None:
-            self._cache.put(key, task.result())
+            self.cache.put(key, task.result())
         elif isinstance(error, RefusedError):
             self._reasons[key] = str(error)
             if len(self._reasons) > MOST_KEPT_REASONS:
                 del self._reasons[next(iter(self._reasons))]
-        if self._cache.trim_is_due and not self._closed:
+        if self.cache.trim_is_due and not self._closed:
             self._large.submit(give_heap_back)
 
     def _drop(self, key: _Key, task: asyncio.Task[Built]) -> None:
@@ -167,9 +163,9 @@ class Compiler:
         except ExceededError as error:
             settings = "structured.compile_timeout_s, structured.max_compile_mb"
             raise ExceededError(f"is too complex: compiling it {error} ({settings})") from None
-        if not self._cache.make_room(tried["memory"]):
+        if not self.cache.make_room(tried["memory"]):
             raise OverloadedError(
-                f"the structures in use take {self._cache.size >> 20} MiB, and this one takes {tried['memory'] >> 20} "
+                f"the structures in use take {self.cache.size >> 20} MiB, and this one takes {tried['memory'] >> 20} "
                 "MiB more than structured.max_cached_mb leaves"
             )
         build = partial(self._builder.build, tried["source"], tried["memory"])

@@ -6,14 +6,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cllm.engine.reading import Embedding, normalised
 from cllm.engine.submission import Submission
 from cllm.errors import BackendError, OverloadedError
-from cllm.generation import Generation
+
+if TYPE_CHECKING:
+    from cllm.llm import AsyncLLM
 
 log = logging.getLogger("cllm")
 
@@ -21,16 +23,10 @@ AT_ONCE = 32
 """Texts of one job that the engine has at the same time."""
 
 
-class Queues(Protocol):
-    """What of `AsyncLLM` an `EmbeddingJob` uses."""
-
-    def queue(self, submission: Submission) -> Generation: ...
-
-
 class EmbeddingJob:
     """Call `compute` once."""
 
-    def __init__(self, llm: Queues, texts: Sequence[Submission], name: str | None = None) -> None:
+    def __init__(self, llm: AsyncLLM, texts: Sequence[Submission], name: str | None = None) -> None:
         """`name`: for the log."""
         self.prompt_tokens = sum(len(text.prompt) for text in texts)
         self.cached_tokens = 0

@@ -159,4 +159,4 @@ def _read(path: Path) -> str:
 
 def _open_nonblocking(path: str, flags: int) -> int:
     """Does not wait for a writer if it is a pipe."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    return os.open(path, flags | os.O_NONBLOCK)

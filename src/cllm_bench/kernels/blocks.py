@@ -31,7 +31,7 @@ class BlockStreams:
         self._engine = engine
         per_stream = -(-room // BLOCK)
         used = streams * per_stream
-        engine.allocate(blocks=SPARE * used, block_size=BLOCK, type_k=type_k, type_v=type_v)
+        engine.allocate(cells=SPARE * used, block_size=BLOCK, type_k=type_k, type_v=type_v)
         placed = np.random.default_rng(streams).permutation(used).astype(np.int32)
         self._tables = placed.reshape(streams, per_stream)
         self._n_vocab = n_vocab

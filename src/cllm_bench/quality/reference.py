@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from cllm.machine import install_packages
 from cllm.models.dequantise import DEQUANTISED, dequantised_rows
 from cllm.models.gguf import GGUFModel, TensorFile
-from cllm.models.gguf_decoder import ROPE_FREQS, ROPE_NEOX, decoder_spec, unsupported_reason
+from cllm.models.gguf_decoder import decoder_spec, unsupported_reason
+from cllm.models.gguf_rotation import FREQUENCIES
 from cllm.models.spec import ModelSpec, Rotation
 from cllm.models.tensors import hf_name, in_halves
 from cllm_bench.errors import BenchError
@@ -22,6 +23,7 @@ Floats = NDArray[np.float32]
 MAJOR = "5"
 """Versions differ in the names of parameters and modules."""
 INSTALL = install_packages("torch", "transformers>=5,<6")
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _FLOATS = frozenset({GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16})
 
 
@@ -51,12 +53,9 @@ class Reference:
             raise BenchError(f"{model.path}: the truth cannot be computed: {reason}")
         spec = decoder_spec(model)
         rotation, head_dim = spec.layers[0].attention.rotation, spec.layers[0].attention.head_dim_k
-        assert rotation is not None
-        if rotation.dims < head_dim:
-            raise BenchError(
-                f"{model.path}: the truth cannot be computed: "
-                f"positions turn {rotation.dims} of a head's {head_dim} dimensions, not all of them"
-            )
+        if spec.architecture not in _ARCHITECTURES or rotation is None or rotation.dims < head_dim:
+            wanted = f"only of {', '.join(_ARCHITECTURES)} that turn all dimensions of a head"
+            raise BenchError(f"{model.path}: the truth cannot be computed: {wanted}")
         torch.set_num_threads(threads)
         self._torch = torch
         config = transformers.AutoConfig.for_model(spec.architecture, **_config(spec))
@@ -102,11 +101,11 @@ def _weights(model: GGUFModel) -> Iterator[tuple[str, Floats]]:
     spec = model.spec
     with TensorFile(model) as file:
         for name, info in model.tensors.items():
-            if name == ROPE_FREQS:
+            if name == FREQUENCIES:
                 continue
             values = np.concatenate(list(dequantised_rows(file, model, name))).reshape(info.shape[::-1])
             role = name.split(".")[-2]
-            if role in ("attn_q", "attn_k") and not ROPE_NEOX[spec.architecture]:
+            if role in ("attn_q", "attn_k") and spec.architecture == "llama":
                 values = in_halves(values, spec.layers[0].attention.head_dim_k)
             yield hf_name(name), np.ascontiguousarray(values)
     if spec.architecture == "llama" and "blk.0.attn_q.bias" in model.tensors:

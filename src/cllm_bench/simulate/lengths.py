@@ -36,8 +36,8 @@ class Lengths:
 
 def parse_lengths(name: str, text: str, longest: int) -> Lengths:
     kind, *parameters = text.split(":")
-    if not parameters and _number(kind) > 0:
-        return Lengths(text, longest, _always(_number(kind)))
+    if not parameters and (number := _number(kind)) > 0:
+        return Lengths(text, longest, lambda rng, n: np.full(n, number))
     if kind not in _KINDS or len(parameters) != _KINDS[kind][0].count(":") + 1:
         known = ", ".join(f"{each}:{form}" for each, (form, _) in _KINDS.items())
         raise ConfigError(f"{name}={text}: lengths are written as a number of tokens above 0, or as {known}")
@@ -47,10 +47,6 @@ def parse_lengths(name: str, text: str, longest: int) -> Lengths:
     if kind == "uniform" and numbers[0] > numbers[1]:
         raise ConfigError(f"{name}={text}: the low end is above the high one")
     return Lengths(text, longest, _KINDS[kind][1](*numbers))
-
-
-def _always(value: float) -> Draw:
-    return lambda rng, n: np.full(n, value)
 
 
 def _number(text: str) -> float:

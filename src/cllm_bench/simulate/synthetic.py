@@ -166,7 +166,6 @@ class _RequestGenerator:
 
     def __init__(self, shape: Shape, rng: np.random.Generator) -> None:
         self._shape = shape
-        self._rng = rng
         self._source = TokenSource()
         system_lengths = parse_lengths("system", shape.system, shape.longest).draw(rng, shape.systems)
         self._systems = [self._source.take(count) for count in system_lengths]

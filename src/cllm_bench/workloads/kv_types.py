@@ -171,7 +171,7 @@ def compare_on(
     expected = np.empty((len(tokens), n_vocab), np.float32)
     for pair in (REFERENCE, *(pair for pair in pairs if pair != REFERENCE)):
         say(pair)
-        engine.allocate(blocks=blocks_for(len(tokens)), block_size=BLOCK, type_k=pair.type_k, type_v=pair.type_v)
+        engine.allocate(cells=blocks_for(len(tokens)), block_size=BLOCK, type_k=pair.type_k, type_v=pair.type_v)
         for begin, logits in logits_in_turn(engine, n_vocab, tokens):
             following = tokens[begin + 1 : begin + 1 + len(logits)]
             rows, kept = log_softmax(logits), expected[begin : begin + len(logits)]

@@ -188,7 +188,7 @@ def _native_rows(
     engines: _LoadedEngine, name: str, kv_type: str, n_vocab: int, tokens: Sequence[int]
 ) -> Iterator[tuple[int, Floats]]:
     engine = engines.of(name)
-    engine.allocate(blocks=blocks_for(len(tokens)), block_size=BLOCK, type_k=kv_type, type_v=kv_type)
+    engine.allocate(cells=blocks_for(len(tokens)), block_size=BLOCK, type_k=kv_type, type_v=kv_type)
     return logits_in_turn(engine, n_vocab, tokens)
 
 

@@ -36,14 +36,20 @@ from cllm.backends.base import (
     StepResult,
     asks_more,
 )
-from cllm.backends.native.loader import load_engine
-from cllm.errors import BackendError, ConfigError, StepAbortedError
+from cllm.backends.native.loader import load_engine, unsupported
+from cllm.errors import BackendError, ConfigError, ModelError, StepAbortedError
+from cllm.kv.groups import LocalTable
 from cllm.kv.ops import BlockGeometry, Geometry, Move
 from cllm.models.gguf import GGUFModel
+from cllm.models.gguf_decoder import decoder_spec
 from cllm.models.load_progress import LoadProgress
 
 log = logging.getLogger("cllm")
 
+_NO_WINDOW = (
+    "this model has layers with a sliding window of their own, whose memory is kept apart; set "
+    "kv.free_behind_windows to false, or kv.window.recent for all requests"
+)
 _POOLING = {"last": 1, "mean": 2, "cls": 3}
 _SCORE_COLUMNS = 90
 """What going over a row of logits to score it costs, as columns of the head's weights."""
@@ -61,11 +67,15 @@ class NativeBackend(Backend):
         kv_type_k: str,
         kv_type_v: str,
         large_pages: bool = True,
+        context: int | None = None,
     ) -> None:
+        """`context`: the longest text, if that is less than the model was trained for."""
         _check_instruction_set(instruction_set)
-        self.spec = model.spec
+        if (reason := unsupported(model)) is not None:
+            raise ModelError(f"{model.path}: the native engine cannot run this model: {reason}")
+        self.spec = decoder_spec(model, context)
         self.traits = replace(self.traits, pooling=model.pooling, score_weight=1 + _head_share(model))
-        self._kv_types = {"type_k": kv_type_k, "type_v": kv_type_v}
+        self._kv_types = kv_type_k, kv_type_v
         self._large_pages = large_pages
         self._geometry: BlockGeometry | None = None
         self._logits = self._room_for_logits(1)
@@ -73,7 +83,7 @@ class NativeBackend(Backend):
         """All blocks as bytes, from the first time they are needed."""
         with LoadProgress(model.path.name) as progress:
             self._engine: Engine | None = load_engine(
-                model, threads=threads, instruction_set=instruction_set, progress=progress
+                model, threads=threads, spec=self.spec, instruction_set=instruction_set, progress=progress
             )
         if instruction_set == "auto" and self._engine.instruction_set != (best := instruction_sets()[0]):
             log.warning(
@@ -86,6 +96,8 @@ class NativeBackend(Backend):
             raise BackendError("the native engine keeps its K/V in blocks, not in slots")
         self._reserve(geometry)
         self._geometry = geometry
+        if geometry.layout is not None:
+            self.traits = replace(self.traits, no_window=_NO_WINDOW)
 
     @property
     def kv_bytes(self) -> int:
@@ -215,13 +227,16 @@ class NativeBackend(Backend):
             raise BackendError(f"the native engine could not {what}: {str(error) or 'out of memory'}") from error
 
     def _reserve(self, geometry: BlockGeometry) -> None:
-        self._memory = None
+        self._memory, layout = None, geometry.layout
         try:
             self._open().allocate(
-                blocks=geometry.blocks,
+                cells=geometry.blocks,
                 block_size=geometry.block_size,
+                type_k=self._kv_types[0],
+                type_v=self._kv_types[1],
                 large_pages=self._large_pages,
-                **self._kv_types,
+                cell_bytes=0 if layout is None else layout.cell_bytes,
+                groups=() if layout is None else [(group.layers, group.cells) for group in layout.groups],
             )
         except ValueError as error:
             raise ConfigError(f"the native engine cannot keep K/V as configured: {error}") from error
@@ -311,13 +326,27 @@ def _as_arrays(chunks: Sequence[Chunk]) -> tuple[NDArray[np.int32], NDArray[np.i
     rows: list[int] = []
     for chunk in chunks:
         tokens += chunk.tokens
-        table.fromlist(chunk.blocks)
-        rows += (len(chunk.tokens), chunk.start, chunk.wanted_logits, len(chunk.blocks), chunk.dropped, chunk.kept)
+        blocks = chunk.blocks
+        if chunk.local is None:
+            table.fromlist(blocks)
+        else:
+            blocks = _add_both(table, blocks, chunk.local)
+        rows += (len(chunk.tokens), chunk.start, chunk.wanted_logits, len(blocks), chunk.dropped, chunk.kept)
     return (
         np.frombuffer(tokens, np.int32),
         np.array(rows, np.int32).reshape(-1, 6),
         np.frombuffer(table, np.int32),
     )
+
+
+def _add_both(table: array[int], blocks: list[int], local: LocalTable) -> list[int]:
+    """The blocks that full and local layers both have; what is behind the window is not read, and may be anything."""
+    blocks = blocks[: local.end]
+    table.fromlist(blocks)
+    cells = len(local.cells) // max(1, len(local.blocks))
+    table.frombytes(bytes(table.itemsize * cells * local.first))
+    table.fromlist(local.cells[: cells * (len(blocks) - local.first)])
+    return blocks
 
 
 def _check_instruction_set(asked: str) -> None:

@@ -12,11 +12,13 @@ from gguf import GGMLQuantizationType
 
 from cllm._native import Engine
 from cllm.errors import ConfigError, ModelError
+from cllm.models.features import FEATURES
 from cllm.models.gguf import DAMAGED_ADVICE, GGUFModel, TensorFile
-from cllm.models.gguf_decoder import check_size, decoder_spec, unsupported_reason
+from cllm.models.gguf_decoder import decoder_spec, stored_tensors, unsupported_reason
+from cllm.models.gguf_header import TensorInfo
 from cllm.models.load_progress import ByteProgress
 from cllm.models.spec import ModelSpec
-from cllm.models.tensors import TensorSpec, all_tensors
+from cllm.models.tensors import TensorSpec
 
 _TYPES = frozenset({
     GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16, GGMLQuantizationType.Q4_0,
@@ -26,6 +28,8 @@ _TYPES = frozenset({
     GGMLQuantizationType.IQ3_S, GGMLQuantizationType.IQ3_XXS, GGMLQuantizationType.IQ2_S, GGMLQuantizationType.IQ2_XS,
     GGMLQuantizationType.IQ2_XXS,
 })  # fmt: skip
+_FEATURES = frozenset(FEATURES) - {"norms behind the rotation"}
+"""What it supports of `cllm.models.features`."""
 _MAX_HEAD_DIM = 512
 _TILE_ROWS = 16
 _PIECE_BYTES = 16 << 20  # read and packed at a time
@@ -33,27 +37,33 @@ _PIECE_BYTES = 16 << 20  # read and packed at a time
 
 def unsupported(model: GGUFModel) -> str | None:
     """Why the native engine cannot run this model, as one clause; None: it can, unless the file is damaged."""
-    reason = unsupported_reason(model, _TYPES)
+    reason = unsupported_reason(model, _TYPES, _FEATURES)
     if reason is not None:
         return reason
-    head_dim = model.spec.layers[0].attention.head_dim_k
-    if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
-        return f"its head size is {head_dim}, not a multiple of 8 up to {_MAX_HEAD_DIM}"
+    for head_dim in sorted({layer.attention.head_dim_k for layer in model.spec.layers}):
+        if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
+            return f"its head size is {head_dim}, not a multiple of 8 up to {_MAX_HEAD_DIM}"
     return None
 
 
 def load_engine(
-    model: GGUFModel, *, threads: int, instruction_set: str = "auto", progress: ByteProgress = lambda done, total: None
+    model: GGUFModel,
+    *,
+    threads: int,
+    spec: ModelSpec | None = None,
+    instruction_set: str = "auto",
+    progress: ByteProgress = lambda done, total: None,
 ) -> Engine:
     """An engine with the model's weights, packed. Every problem is a `ModelError` that names the file.
 
-    `progress` is called with the bytes loaded so far and in all.
+    `spec` is the model's `decoder_spec`, by default the one for texts as long as it was trained for. `progress` is
+    called with the bytes loaded so far and in all.
     """
     reason = unsupported(model)
     if reason is not None:
         raise ModelError(f"{model.path}: the native engine cannot run this model: {reason}")
-    spec = decoder_spec(model)
-    wanted = list(_present(model, spec))
+    spec = spec or decoder_spec(model)
+    wanted = list(stored_tensors(model, spec))
     try:
         engine = Engine(instruction_set=instruction_set, threads=threads, spec=spec)
         _load_weights(engine, model, wanted, progress)
@@ -70,21 +80,11 @@ def load_engine(
 # --- the weights ---
 
 
-def _present(model: GGUFModel, spec: ModelSpec) -> Iterator[TensorSpec]:
-    """The tensors to load, with their sizes checked. Raises at the first one missing, however many are claimed."""
-    for item in all_tensors(spec):
-        if item.name in model.tensors:
-            check_size(model, item.name, *reversed(item.shape))
-            yield item
-        elif not item.role.endswith(".bias"):
-            raise ModelError(f"{model.path}: the tensor {item.name} is missing; {DAMAGED_ADVICE}")
-
-
 def _load_weights(engine: Engine, model: GGUFModel, wanted: list[TensorSpec], progress: ByteProgress) -> None:
-    total = sum(model.tensors[item.name].size for item in wanted)
+    total = sum(item.shape[0] * _unit_bytes(item, model.tensors[item.name]) for item in wanted)
     done = 0
     with TensorFile(model) as file:
-        for item in sorted(wanted, key=lambda item: model.tensors[item.name].offset):
+        for item in sorted(wanted, key=lambda item: (model.tensors[item.name].offset, item.first)):
             for size in _load_tensor(engine, model, item, file):
                 done += size
                 progress(done, total)
@@ -93,11 +93,12 @@ def _load_weights(engine: Engine, model: GGUFModel, wanted: list[TensorSpec], pr
 def _load_tensor(engine: Engine, model: GGUFModel, item: TensorSpec, file: TensorFile) -> Iterator[int]:
     """Read and pack a tensor piece by piece, so that there is never a second copy of a large one; yields the sizes."""
     info = model.tensors[item.name]
-    row_bytes = info.size // item.rows
+    start = item.first * _unit_bytes(item, info)
+    row_bytes = item.shape[0] * _unit_bytes(item, info) // item.rows
     rows = max(1, _PIECE_BYTES // (row_bytes * _TILE_ROWS)) * _TILE_ROWS
     for first in range(0, item.rows, rows):
         size = min(rows, item.rows - first) * row_bytes
-        data = file.read(item.name, first * row_bytes, size)
+        data = file.read(item.name, start + first * row_bytes, size)
         try:
             engine.load(item.layer, item.role, info.type, item.rows, item.cols, data, first)
         except ValueError as error:
@@ -105,3 +106,8 @@ def _load_tensor(engine: Engine, model: GGUFModel, item: TensorSpec, file: Tenso
                 f"{model.path}: the tensor {item.name} cannot be used: {error}; {DAMAGED_ADVICE}"
             ) from error
         yield size
+
+
+def _unit_bytes(item: TensorSpec, info: TensorInfo) -> int:
+    """Bytes of a row, or of a value of a vector."""
+    return info.size // info.shape[len(item.shape) - 1]

@@ -1,4 +1,4 @@
-"""Triton kernels that choose tokens. What they compute is what engine/draw.py says; a row never sees another one.
+"""Triton kernels that choose tokens as `RowSampler` in _native.pyi says; a row never sees another one.
 
  peak     every part of a row: its best, and the largest of every small group of values
  gather   every row: the best of all, which is the answer if it is greedy. If not: what all weigh together, and, if the

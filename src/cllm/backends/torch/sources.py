@@ -12,13 +12,15 @@ import torch
 from cllm.backends.torch.weights import WeightSource
 from cllm.errors import ModelError
 from cllm.models.dequantise import DEQUANTISED, dequantised_rows
-from cllm.models.gguf import DAMAGED_ADVICE, GGUFModel, TensorFile
-from cllm.models.gguf_decoder import check_size, decoder_spec, unsupported_reason
+from cllm.models.features import FEATURES
+from cllm.models.gguf import GGUFModel, TensorFile
+from cllm.models.gguf_decoder import decoder_spec, unsupported_reason
+from cllm.models.gguf_decoder import stored_tensors as tensors_of_gguf
 from cllm.models.hf_directory import HFModel
 from cllm.models.hf_tensors import is_unused, stored_tensors
 from cllm.models.json_file import FETCH_AGAIN
 from cllm.models.spec import ModelSpec
-from cllm.models.tensors import TensorSpec, all_tensors
+from cllm.models.tensors import TensorSpec
 from cllm.models.unchanged_file import UnchangedFile
 
 _PIECE_BYTES = 16 << 20
@@ -30,7 +32,7 @@ def unsupported(model: GGUFModel | HFModel) -> str | None:
     if isinstance(model, HFModel):
         wrong = next((name for name, tensor in model.tensors.items() if tensor.dtype not in _DTYPES), None)
         return None if wrong is None else f"its tensor {wrong} is of type {model.tensors[wrong].dtype}"
-    return unsupported_reason(model, DEQUANTISED)
+    return unsupported_reason(model, DEQUANTISED, FEATURES)
 
 
 def spec_of(model: GGUFModel | HFModel) -> ModelSpec:
@@ -108,12 +110,7 @@ class GGUFSource:
         self._file.__exit__(kind, error, at)
 
     def tensors(self, spec: ModelSpec) -> Iterator[TensorSpec]:
-        for item in all_tensors(spec):
-            if item.name in self.model.tensors:
-                check_size(self.model, item.name, *reversed(item.shape))
-                yield item
-            elif not item.role.endswith(".bias"):
-                raise ModelError(f"{self.label}: the tensor {item.name} is missing; {DAMAGED_ADVICE}")
+        return tensors_of_gguf(self.model, spec)
 
     def pieces(self, item: TensorSpec) -> Iterator[torch.Tensor]:
         if len(item.shape) == 1:

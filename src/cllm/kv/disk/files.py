@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
-
-try:
-    import fcntl
-except ImportError:  # not a POSIX system: `why_not` says so
-    fcntl = None  # type: ignore[assignment]
 
 DIRECTORY_MODE, FILE_MODE = 0o700, 0o600
 ID_BYTES = 16
@@ -52,10 +48,8 @@ class Listed(NamedTuple):
 class Files:
     """Calls raise OSError, and nothing else."""
 
-    why_not: str | None = None
+    why_not = None if hasattr(os, "preadv") else "keeping K/V on disk needs preadv, which this system does not have"
     """Why this system cannot keep K/V on disk."""
-    if fcntl is None or not hasattr(os, "preadv"):
-        why_not = "keeping K/V on disk needs flock and preadv, which this system does not have"
 
     def fresh_id(self) -> bytes:
         return os.urandom(ID_BYTES)

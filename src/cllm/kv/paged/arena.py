@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from cllm.kv.events import KVEvents
+from cllm.kv.groups import LocalBlock
 from cllm.kv.ops import BlockBytes, BlockGeometry, BlockOps, Move
 from cllm.kv.paged.block_table import BlockAllocation, allocation_of, own_blocks
 from cllm.kv.paged.extents import extent_blocks
 from cllm.kv.paged.holder_ids import HolderIds
+from cllm.kv.paged.local import LocalMemory, LocalShape
 from cllm.kv.paged.pool import BlockPool
 from cllm.kv.paged.prefix_cache import BlockHolders, PrefixCache
 from cllm.kv.radix import Node
@@ -24,9 +26,19 @@ class Arena:
     prefixes: PrefixCache
     running: dict[int, KVSequence]
     """By holder id."""
+    local: LocalMemory | None
+    """With layers that have a window."""
 
     def __init__(
-        self, ops: BlockOps, geometry: BlockGeometry, *, block_bytes: int, policy: str, apart: bool, extent: int | None
+        self,
+        ops: BlockOps,
+        geometry: BlockGeometry,
+        local: LocalShape | None,
+        *,
+        block_bytes: int,
+        policy: str,
+        apart: bool,
+        extent: int | None,
     ) -> None:
         self.ops = ops
         self.geometry = geometry
@@ -41,14 +53,18 @@ class Arena:
         self.events = KVEvents()
         self._policy = policy
         self._apart = apart
+        self._local_shape = local
         self.clear()
 
     def clear(self) -> None:
         self.pool = BlockPool(self.geometry.blocks, self.extent_blocks, apart=self._apart)
         self.holders = HolderIds()
+        shape, size = self._local_shape, self.geometry.block_size
+        self.local = None if shape is None else LocalMemory(shape, size, self.pool, self.holders)
         self.prefixes = PrefixCache(
             self.pool,
             self.holders,
+            self.local,
             block_size=self.geometry.block_size,
             policy=self._policy,
             events=self.events,
@@ -68,9 +84,14 @@ class Arena:
         return self.extent_blocks * self.block_bytes
 
     @property
+    def evictable(self) -> int:
+        """Blocks that are only cached."""
+        return self.prefixes.evictable + (0 if self.local is None else self.local.evictable)
+
+    @property
     def cached_bytes(self) -> int:
         """Cached, and not used by any sequence or pin."""
-        return self.prefixes.evictable * self.block_bytes
+        return self.evictable * self.block_bytes
 
     @property
     def referenced_bytes(self) -> int:
@@ -94,10 +115,25 @@ class Arena:
     @property
     def referenced(self) -> int:
         """Blocks that sequences and pins use."""
-        return self.pool.total - self.pool.free - self.prefixes.evictable
+        return self.pool.total - self.pool.free - self.evictable
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
+
+    def evict(self, count: int) -> int:
+        """Free at least `count` evictable blocks, or all, least recently used first. Returns how many."""
+        if self.local is None:
+            return self.prefixes.evict(count)
+        before, cached, snapshots = self.pool.free, self.prefixes.policy, self.local.policy
+        while (missing := count - (self.pool.free - before)) > 0:
+            older = len(snapshots) and not (len(cached) and cached.oldest_at() < snapshots.oldest_at())
+            if older and self.local.evict():
+                continue
+            if len(cached):
+                self.prefixes.evict(min(missing, len(cached.peek().value)))
+            elif not self.local.evict():
+                break
+        return self.pool.free - before
 
     # -- running sequences -------------------------------------------------------------------------------------
 
@@ -158,8 +194,12 @@ class Arena:
             owner = self.holders.owners[number]
             if isinstance(owner, Node):
                 owner.value[:] = [moved.get(block, block) for block in owner.value]
+            elif isinstance(owner, LocalBlock):
+                owner.cells[:] = [moved.get(cell, cell) for cell in owner.cells]
         for sequence in self.running.values():
             follow(sequence, touched, moved)
+            if sequence.local is not None:
+                sequence.local.refresh()
 
 
 def follow(sequence: KVSequence, touched: set[int], moved: dict[int, int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,8 +11,10 @@ from numpy.typing import NDArray
 from cllm.kv.manager import CHECK_SLICE
 from cllm.kv.paged.arena import Arena
 from cllm.kv.paged.block_table import allocation_of, own_blocks
+from cllm.kv.paged.local import LocalMemory
 from cllm.kv.radix import COMMON_SPACE
 from cllm.kv.sequence import KVSequence
+from cllm.kv.tiers.loads import LoadingSequence
 
 
 def examine_tables(arena: Arena, pins: dict[int, int]) -> Iterator[int]:
@@ -24,6 +27,8 @@ def examine_tables(arena: Arena, pins: dict[int, int]) -> Iterator[int]:
         for node in allocation_of(sequence).node.path():
             uses[node.number] = uses.get(node.number, 0) + 1
         yield from _count(own_blocks(sequence), held)
+    if arena.local is not None:
+        yield from _check_local(arena, arena.local, held)
     yield from arena.prefixes.examine(uses, pins, held, CHECK_SLICE)
     yield from pool.examine(held, CHECK_SLICE)
     for number, sequence in running.items():
@@ -33,6 +38,39 @@ def examine_tables(arena: Arena, pins: dict[int, int]) -> Iterator[int]:
         yield len(sequence.blocks)
     if (np.frombuffer(pool.holders, np.int32, len(held)) != 0).tobytes() != (held != 0).tobytes():
         raise AssertionError("a block in use has no holder, or a free one has")
+
+
+def _check_local(arena: Arena, local: LocalMemory, held: NDArray[np.int32]) -> Iterator[int]:
+    """Every local block has as many users and keepers as it counts, and its cells no other holder."""
+    users: Counter[int] = Counter()
+    kept: Counter[int] = Counter()
+    for sequence in arena.running.values():
+        table = sequence.local
+        if table is None:
+            continue
+        users.update(block.number for block in table.blocks)
+        if table.cells != [cell for block in table.blocks for cell in block.cells]:
+            raise AssertionError("a local table has other cells than its blocks")
+        if isinstance(sequence, LoadingSequence):
+            continue
+        if table.first > local.first_needed(sequence.end) or table.end * arena.block_size < sequence.end:
+            raise AssertionError("a sequence lacks local blocks inside its window")
+    for snapshot in local.policy:
+        numbers = [block.number for block in snapshot.blocks]
+        kept.update(numbers)
+        users.update(numbers * snapshot.pins)
+        if not any(mark is snapshot for mark in snapshot.node.marks.values()):
+            raise AssertionError("a snapshot is not where it says it is")
+    for number, block in local.all.items():
+        if (block.users, block.kept) != (users[number], kept[number]) or not (block.users or block.kept):
+            raise AssertionError("a local block counts its users or keepers wrong")
+        if arena.holders.owners.get(number) is not block or any(arena.pool.holders[i] != number for i in block.cells):
+            raise AssertionError("a local block is not the holder of its cells")
+        yield from _count(block.cells, held)
+    if not users.keys() | kept.keys() <= local.all.keys():
+        raise AssertionError("a local block is used that is free")
+    if local.evictable != sum(len(block.cells) for block in local.all.values() if not block.users):
+        raise AssertionError("evictable local cells are counted wrong")
 
 
 def _check_table(arena: Arena, sequence: KVSequence) -> None:

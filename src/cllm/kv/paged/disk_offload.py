@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.kv.block_names import root_name
+from cllm.kv.block_names import local_names, root_name
 from cllm.kv.disk.store import ModelStore
 from cllm.kv.paged.arena import Arena
 from cllm.kv.paged.block_table import BlockNode, allocation_of
+from cllm.kv.paged.local import on_path
 from cllm.kv.sequence import KVSequence
 from cllm.kv.throughput import RecentThroughput
 from cllm.kv.tiers.disk_tier import DiskTier
@@ -46,13 +47,16 @@ RESCUE_S = 0.002
 
 
 class OffloadCandidate:
-    __slots__ = ("common", "done", "key", "looked", "names", "owner", "root")
+    """The blocks of a prefix; or, `behind` the block of that name, the cells of the local layers' snapshot there."""
 
-    def __init__(self, owner: bytes, key: bytes, names: list[bytes], common: int) -> None:
+    __slots__ = ("common", "done", "is_snapshot", "key", "looked", "names", "owner", "root")
+
+    def __init__(self, owner: bytes, key: bytes, names: list[bytes], common: int, behind: bytes = b"") -> None:
+        self.is_snapshot = bool(behind)
         self.owner = owner
         self.key = key
         self.names = names
-        self.root = root_name(owner, names[common - 1]) if common else root_name(owner)
+        self.root = behind or (root_name(owner, names[common - 1]) if common else root_name(owner))
         """What its first own block follows."""
         self.common = common
         """Leading blocks that belong to the common space."""
@@ -101,9 +105,27 @@ class DiskOffload:
             end = common + blocks
             key = sequence.tokens[: end * disk.block_tokens].tobytes()
             names = [name for node in reversed(list(held.node.path())) for name in node.names][:end]
-            self._candidates.append(OffloadCandidate(sequence.space, key, names, common))
-            self.blocks += blocks
+            self._add(OffloadCandidate(sequence.space, key, names, common))
             held.offered = end
+            self._offer_snapshots(sequence, disk, names)
+
+    def _offer_snapshots(self, sequence: KVSequence, disk: DiskTier, names: list[bytes]) -> None:
+        """The local layers' snapshots where others are most likely to go on: the last two on the sequence's own path.
+        The candidate with the blocks before them, of these names, comes first."""
+        local = self._arena.local
+        if local is None:
+            return
+        path = on_path(allocation_of(sequence).node)
+        own = [end for end, snapshot in path if snapshot.node.space == sequence.space and end <= len(names)]
+        for end in own[:2]:
+            first = local.first_needed(end * disk.block_tokens)
+            cells = local_names(names[first:end], local.shape.cells)
+            key = sequence.tokens[: end * disk.block_tokens].tobytes()
+            self._add(OffloadCandidate(sequence.space, key, cells, 0, behind=names[end - 1]))
+
+    def _add(self, candidate: OffloadCandidate) -> None:
+        self._candidates.append(candidate)
+        self.blocks += len(candidate.names) - candidate.done
 
     def offer_standing(self) -> None:
         """Offer what running sequences have computed so far, without waiting for their ends."""
@@ -167,7 +189,8 @@ class DiskOffload:
             self._progress(candidate, model_store.held(candidate.names[candidate.done :]))
             if candidate.done == len(candidate.names):
                 model_store.used(candidate.names[-1])
-        blocks = self._arena.prefixes.blocks_of(candidate.key, candidate.owner)[candidate.done :]
+        of = self._arena.prefixes.snapshot_cells if candidate.is_snapshot else self._arena.prefixes.blocks_of
+        blocks = of(candidate.key, candidate.owner)[candidate.done :]
         most = min(most, max(1, AT_ONCE_BYTES // disk.block_bytes))
         started = self._clock()
         content = self._content(candidate, blocks, most)

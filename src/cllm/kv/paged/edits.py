@@ -7,6 +7,7 @@ does not change, and what the sequence computes from then on is never shared.
 
 from __future__ import annotations
 
+from cllm.errors import UnsupportedOperationError
 from cllm.kv.operations import check_removal, check_shift, check_truncation, close_hole, open_hole
 from cllm.kv.paged.arena import Arena
 from cllm.kv.paged.block_table import allocation_of
@@ -23,6 +24,10 @@ class BlockEdits:
 
     def remove_range(self, sequence: KVSequence, start: int, end: int) -> bool:
         size = self._arena.block_size
+        if sequence.local is not None:
+            raise UnsupportedOperationError(
+                f"cannot remove positions [{start}, {end}): some layers of this model have a window of their own"
+            )
         check_removal(sequence, start, end, size)
         first, last = start // size, end // size
         if first < allocation_of(sequence).indexed and not self._leave_tree(sequence, first, last):
@@ -42,6 +47,8 @@ class BlockEdits:
 
     def truncate(self, sequence: KVSequence, length: int) -> int:
         check_truncation(sequence, length)
+        if sequence.local is not None:
+            length = self._with_window(sequence, length)
         size, shared = self._arena.block_size, allocation_of(sequence).indexed
         lost = sequence.dropped + sequence.hole
         held = length - lost
@@ -56,7 +63,24 @@ class BlockEdits:
         sequence.room = 0
         self._arena.give_up(gone, sequence)
         sequence.num_computed = held + lost
+        if sequence.local is not None and self._arena.local is not None:
+            self._arena.local.cut_end(sequence.local, blocks)
         return sequence.num_computed
+
+    def _with_window(self, sequence: KVSequence, length: int) -> int:
+        """The longest part, up to `length` tokens, that local layers can go on from: all of it, or as much as was in
+        the tree when a snapshot was taken."""
+        arena, table, size = self._arena, sequence.local, self._arena.block_size
+        assert arena.local is not None and table is not None
+        in_tree = min(length // size, allocation_of(sequence).indexed)
+        whole = length if length >= allocation_of(sequence).indexed * size else in_tree * size
+        if arena.local.first_needed(whole) >= table.first:
+            return length
+        found = arena.prefixes.continuable(arena.prefixes.find_held(sequence, in_tree), sequence.space)
+        snapshot, end = arena.prefixes.snapshot_at(found), found.matched // arena.prefixes.tree.unit_bytes
+        arena.local.clear(table)
+        sequence.local = arena.local.enter(snapshot if end else None, end)
+        return end * size
 
     def _shorten(self, sequence: KVSequence, blocks: int) -> None:
         """Leave the tree after so many blocks."""
@@ -75,7 +99,7 @@ class BlockEdits:
         if len(wanted) > pool.free and prefixes.take_out(sequence, first):
             return True
         if len(wanted) > self._room.available:
-            self._room.evict(prefixes.evictable)  # branches off the path may be all that keeps it in the tree
+            self._room.evict(self._arena.evictable)  # branches off the path may be all that keeps it in the tree
             if prefixes.take_out(sequence, first):
                 return True
             return self._pins.give_way(running=1) and self._leave_tree(sequence, first, last)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from cllm.errors import BackendError, describe
-from cllm.kv.block_names import TOKEN_BYTES, chain
+from cllm.kv.block_names import TOKEN_BYTES, chain, local_names
+from cllm.kv.disk.store import ModelStore
 from cllm.kv.paged.arena import Arena
 from cllm.kv.paged.block_table import BlockMatch
+from cllm.kv.paged.local import LocalMemory
 from cllm.kv.paged.offload import BlockOffload
 from cllm.kv.paged.tables import BlockTables
 from cllm.kv.sequence import KVSequence
@@ -126,14 +128,22 @@ class BlockLoads:
             return NO_LOAD
         names = [*first, *chain(first[-1], tokens[size * TOKEN_BYTES :], size)]
         names = names[: model_store.held(names)]
-        wait_s = disk.wait_limit(len(names), len(names) * disk.block_bytes)
-        if wait_s is None:
+        cells: list[bytes] = []
+        if self._arena.local is not None:
+            end, cells = self._snapshot_on_disk(self._arena.local, model_store, found, names)
+            names = names[:end]
+        wait_s = disk.wait_limit(len(names), (len(names) + len(cells)) * disk.block_bytes)
+        if wait_s is None or not self._tables.room_for_load(found, len(names) + len(cells)):
             return NO_LOAD
         load = self._load(sequence, found, names, wait_s)
+        load.names = frozenset((*names, *cells))
 
         def begin(blocks: list[int]) -> Transfer:
+            if cells:
+                assert load.holder is not None
+                blocks = blocks + self._tables.begin_local(load.holder, len(cells))
             load.buffers = self._arena.content.landing(blocks)
-            return model_store.load(names, load.buffers, lambda _: disk.on_arrival())
+            return model_store.load([*names, *cells], load.buffers, lambda _: disk.on_arrival())
 
         try:
             self._begin(load, found, begin)
@@ -141,6 +151,22 @@ class BlockLoads:
             disk.fault("loading blocks from disk", error)
             return NO_LOAD
         return load
+
+    def _snapshot_on_disk(
+        self, local: LocalMemory, model_store: ModelStore, found: BlockMatch, names: list[bytes]
+    ) -> tuple[int, list[bytes]]:
+        """The most of these blocks, which follow what was found, behind which the local layers can go on, and the names
+        of the cells that they need for that."""
+        path, size = [*self._arena.prefixes.names_of(found), *names], self._arena.block_size
+        cached, cells = len(path) - len(names), local.shape.cells
+        there = bytes(model_store.held(local_names([name], 1)) for name in path)
+        for end in range(len(path), cached, -1):
+            first = local.first_needed(end * size)
+            if there.find(0, first, end) < 0:
+                wanted = local_names(path[first:end], cells)
+                if model_store.held(wanted) == len(wanted):
+                    return end - cached, wanted
+        return 0, []
 
     def _missing(self, sequence: KVSequence, found: BlockMatch) -> bytes:
         """The tokens of the whole blocks that follow what was found; the last token is always computed."""
@@ -159,7 +185,7 @@ class BlockLoads:
         """Allocate blocks for a load, which are known to be available, and start it. On failure nothing has changed."""
         holder = load.holder
         assert holder is not None
-        own = self._tables.begin(holder, found, len(load.names))
+        own = self._tables.begin(holder, found, len(holder.tokens) // self._arena.block_size - load.first)
         try:
             load.transfer = begin(own)
         except Exception:
@@ -177,7 +203,7 @@ class BlockLoads:
                 loaded = self._finish_from_host(transfer)
                 load.more = loaded == len(load.names)
             else:
-                loaded = self._finish_from_disk(transfer.loaded, holder.blocks[load.first :], load)
+                loaded = self._finish_from_disk(transfer.loaded, holder, load)
         finally:
             load.end()
         holder.num_computed += loaded * self._arena.block_size
@@ -192,9 +218,12 @@ class BlockLoads:
         self._tiers.notify()  # nobody else does
         return loaded
 
-    def _finish_from_disk(self, loaded: int, own: list[int], load: Load) -> int:
-        disk = self._tiers.disk
+    def _finish_from_disk(self, loaded: int, holder: LoadingSequence, load: Load) -> int:
+        """How many blocks arrived. Without all its cells, a snapshot is none."""
+        disk, own = self._tiers.disk, holder.blocks[load.first :]
+        asked, cells = len(own), [] if holder.local is None else holder.local.cells
         assert disk is not None
+        own = own + cells
         try:
             if loaded:
                 self._arena.content.land(own[:loaded], load.buffers[:loaded])
@@ -202,7 +231,10 @@ class BlockLoads:
         except BackendError as error:
             disk.fault("loading blocks from disk", error)
             loaded = 0
-        disk.note_load(loaded * self._arena.block_size, len(own) * self._arena.block_size)
+        if loaded < len(own):
+            self._tables.drop_local(holder)
+        loaded = min(loaded, asked)
+        disk.note_load(loaded * self._arena.block_size, asked * self._arena.block_size)
         return loaded
 
     def _release(self, holder: LoadingSequence) -> None:
@@ -210,6 +242,7 @@ class BlockLoads:
         in doubt."""
         try:
             self._arena.commit(holder)
+            self._tables.keep_last_window(holder)
             self._tables.end(holder)
         except Exception as error:
             raise BackendError(f"releasing loaded blocks failed: {describe(error)}", fatal=True) from error

@@ -29,6 +29,7 @@ from cllm.kv.paged.checks import examine_tables
 from cllm.kv.paged.edits import BlockEdits
 from cllm.kv.paged.fragmentation import extents_needed, measure
 from cllm.kv.paged.loads import BlockLoads
+from cllm.kv.paged.local import LocalShape, tokens_within
 from cllm.kv.paged.offload import BlockOffload
 from cllm.kv.paged.pins import BlockPins
 from cllm.kv.paged.resizing import ArenaResizer, extent_size
@@ -51,6 +52,7 @@ class PagedKVManager(KVManager):
         self,
         ops: BlockOps,
         geometry: BlockGeometry,
+        local: LocalShape | None = None,
         *,
         bytes_per_token: int,
         max_sequences: int | None = None,
@@ -64,15 +66,18 @@ class PagedKVManager(KVManager):
         account: Account | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`account`: with several models, how much of the arena may be used; the geometry is the maximum."""
+        """`bytes_per_token`: of what takes one block; `local` is for layers beside that.
+
+        `account`: with several models, how much of the arena may be used; the geometry is the maximum."""
         self.unit_tokens = geometry.block_size
-        self.max_tokens = geometry.tokens
+        self.max_tokens = geometry.tokens if local is None else tokens_within(geometry, local)
         block_bytes = bytes_per_token * geometry.block_size
         if account is not None and extent_blocks is None:
             extent_blocks = extent_size(geometry.blocks, block_bytes)
         self.arena = Arena(
             ops,
             geometry,
+            local,
             block_bytes=block_bytes,
             policy=eviction_policy,
             apart=placement == "runs",
@@ -162,6 +167,9 @@ class PagedKVManager(KVManager):
         count = self.tables.most_within_free(sequence, count)
         return count if count > 0 and self.grow(sequence, count) else 0
 
+    def meet(self, running: KVSequence, waiting: KVSequence) -> None:
+        self.tables.meet(running, waiting)
+
     def fork(self, parent: KVSequence, child: KVSequence) -> bool:
         return self.tables.fork(parent, child)
 
@@ -170,10 +178,13 @@ class PagedKVManager(KVManager):
     def commit(self, sequence: KVSequence) -> None:
         if sequence.num_computed // self.unit_tokens > allocation_of(sequence).indexed:
             self.arena.commit(sequence)
+            if sequence.local is not None:
+                self.tables.keep_windows(sequence)
 
     def release(self, sequence: KVSequence, *, keep: bool = True) -> None:
         if keep:
             self.arena.commit(sequence)
+            self.tables.keep_last_window(sequence)
             self.offload.to_disk.offer(sequence)
         self.tables.end(sequence)
 
@@ -268,7 +279,7 @@ class PagedKVManager(KVManager):
             bytes_per_unit=arena.block_bytes,
             total=pool.total,
             free=pool.free,
-            evictable=prefixes.evictable,
+            evictable=arena.evictable,
             referenced=arena.referenced,
             peak=self.room.peak,
             sequences_running=len(arena.running) - self.loading,
@@ -296,6 +307,9 @@ class PagedKVManager(KVManager):
             pins=len(self.pins.all),
             pinned=prefixes.pinned,
             pins_refused=self.pins.all.refused,
+            local=0 if arena.local is None else arena.local.shape.cells * len(arena.local.all),
+            local_evictable=0 if arena.local is None else arena.local.evictable,
+            snapshots=0 if arena.local is None else len(arena.local.policy),
             blocks_stored=arena.events.blocks_stored,
             blocks_removed=arena.events.blocks_removed,
         )
@@ -317,12 +331,26 @@ class PagedKVManager(KVManager):
                 }
                 for s in self.arena.running.values()
             ],
+            "groups": self._groups(),
             "prefix_nodes_evictable": len(self.arena.prefixes.policy),
             "upkeep": self.upkeep.details(),
             "host": self.tiers.host_details(),
             "disk": self.tiers.disk_details(self.loading),
             "pins": self.pins.details(),
         }
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Layers with equal needs: bytes of a block's tokens, and blocks that are held."""
+        arena, local = self.arena, self.arena.local
+        held = arena.pool.total - arena.pool.free
+        if local is None:
+            return [{"window": None, "block_bytes": arena.block_bytes, "blocks": held}]
+        size, blocks = local.shape.cells, len(local.all)
+        return [
+            {"window": None, "block_bytes": arena.block_bytes, "blocks": held - size * blocks},
+            {"window": local.shape.window, "block_bytes": size * arena.block_bytes, "blocks": blocks}
+            | {"evictable": local.evictable // size, "snapshots": len(local.policy)},
+        ]
 
     def view(self) -> KVView:
         return paged_view(self.arena)

@@ -32,6 +32,11 @@ class BlockPins:
         if self.all.renew(of.id, mark):
             return
 
+        found = prefixes.find_held(sequence, blocks)
+        if not prefixes.can_pin(found):
+            self.all.refuse(mark, "the layers with a window have gone beyond its end")
+            return
+
         def more() -> int:
             return prefixes.unpinned_blocks(prefixes.find_held(sequence, blocks)) * block_bytes
 

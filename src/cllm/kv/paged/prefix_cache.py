@@ -14,19 +14,29 @@ from numpy.typing import NDArray
 from cllm.kv.block_names import chain, root_name
 from cllm.kv.events import KVEvents
 from cllm.kv.eviction import EvictionPolicy, make_policy
+from cllm.kv.groups import LocalBlock
 from cllm.kv.paged.block_table import BlockAllocation, BlockMatch, BlockNode, allocation_of
 from cllm.kv.paged.holder_ids import HolderIds
+from cllm.kv.paged.local import LocalMemory, LocalSnapshot
 from cllm.kv.paged.pool import BlockPool
 from cllm.kv.radix import COMMON_SPACE, TOKEN_BYTES, PrefixMatch, RadixTree
 from cllm.kv.sequence import KVSequence
 
-BlockHolders = HolderIds[BlockNode | KVSequence]
+BlockHolders = HolderIds[BlockNode | KVSequence | LocalBlock]
 
 
 class PrefixCache:
     def __init__(
-        self, pool: BlockPool, holders: BlockHolders, *, block_size: int, policy: str, events: KVEvents
+        self,
+        pool: BlockPool,
+        holders: BlockHolders,
+        local: LocalMemory | None,
+        *,
+        block_size: int,
+        policy: str,
+        events: KVEvents,
     ) -> None:
+        """`local`: with local layers, a prefix can be continued only where there is a snapshot of them."""
         self.tree: RadixTree[list[int]] = RadixTree(block_size, [], _split_blocks)
         self.policy: EvictionPolicy[BlockNode] = make_policy(policy)
         self.evictable = 0
@@ -38,14 +48,42 @@ class PrefixCache:
         self._events = events
         self._pool = pool
         self._holders = holders
+        self._local = local
 
     # -- finding -----------------------------------------------------------------------------------------------
 
     def find(self, key: bytes, space: bytes) -> BlockMatch:
-        """The longest cached prefix visible to a space, in whole blocks, without the last token, which is always
-        computed."""
+        """The longest cached prefix visible to a space that can be continued, in whole blocks, without the last token,
+        which is always computed."""
+        return self.continuable(self.find_full(key, space), space)
+
+    def find_full(self, key: bytes, space: bytes) -> BlockMatch:
+        """The same as far as the full layers are concerned."""
         usable = len(key) - TOKEN_BYTES
         return self.tree.find_for(key[: usable - usable % self.tree.unit_bytes], space)
+
+    def continuable(self, found: BlockMatch, space: bytes) -> BlockMatch:
+        """The deepest place at or before the one found from where all layers can go on."""
+        if self._local is None or not found.matched:
+            return found
+        node, inside, matched, unit = (
+            found.node,
+            found.inside // self.tree.unit_bytes,
+            found.matched,
+            self.tree.unit_bytes,
+        )
+        while node.parent is not None:
+            place = max((place for place in node.marks if place <= inside), default=0)
+            matched -= (inside - place) * unit
+            if place:
+                return PrefixMatch(node, place * unit, matched)
+            node = node.parent
+            inside = len(node.value)
+        return PrefixMatch(self.tree.root_of(space), 0, 0)
+
+    def snapshot_at(self, found: BlockMatch) -> LocalSnapshot | None:
+        snapshot: LocalSnapshot | None = found.node.marks.get(found.inside // self.tree.unit_bytes)
+        return snapshot
 
     def blocks_of(self, key: bytes, space: bytes) -> list[int]:
         """The blocks of the longest cached prefix of `key`. Does not reference them."""
@@ -55,6 +93,19 @@ class PrefixCache:
             parts[0] = parts[0][: found.inside // self.tree.unit_bytes]
         return [block for part in reversed(parts) for block in part]
 
+    def snapshot_cells(self, key: bytes, space: bytes) -> list[int]:
+        """The cells of the snapshot right behind `key`, if there is one."""
+        found = self.tree.find_for(key, space)
+        snapshot = self.snapshot_at(found) if found.matched == len(key) else None
+        return [] if snapshot is None else [cell for block in snapshot.blocks for cell in block.cells]
+
+    def names_of(self, found: BlockMatch) -> list[bytes]:
+        """The names of all blocks up to the one found."""
+        parts = [node.names for node in found.node.path()]
+        if parts:
+            parts[0] = parts[0][: found.inside // self.tree.unit_bytes]
+        return [name for part in reversed(parts) for name in part]
+
     def name_before(self, found: BlockMatch, space: bytes) -> bytes:
         """The parent name of the blocks that a space would add after what was found."""
         inside = found.inside // self.tree.unit_bytes
@@ -62,7 +113,8 @@ class PrefixCache:
 
     def unused_blocks(self, found: BlockMatch) -> int:
         """Evictable blocks of a matched prefix: using it makes them unevictable."""
-        return self._blocks_below(found, lambda node: node.references > 0)
+        blocks = self._blocks_below(found, lambda node: node.references > 0)
+        return blocks if self._local is None else blocks + self._local.unused_cells(self.snapshot_at(found))
 
     def enter(self, found: BlockMatch) -> tuple[BlockNode, list[int]]:
         """Start a sequence with the matched prefix: reference it, and return its last node and its blocks."""
@@ -105,7 +157,8 @@ class PrefixCache:
 
     def unpinned_blocks(self, found: BlockMatch) -> int:
         """Blocks of a matched prefix that no pin uses yet."""
-        return self._blocks_below(found, lambda node: node.pins > 0)
+        blocks, snapshot = self._blocks_below(found, lambda node: node.pins > 0), self.snapshot_at(found)
+        return blocks if snapshot is None or snapshot.pins else blocks + snapshot.cells
 
     def _blocks_below(self, found: BlockMatch, is_used: Callable[[BlockNode], bool]) -> int:
         """Blocks of a matched prefix below the last used node. Using a node uses its ancestors, too."""
@@ -116,8 +169,16 @@ class PrefixCache:
             blocks = len(node.value)
         return below
 
+    def can_pin(self, found: BlockMatch) -> bool:
+        """Whether a sequence could go on from there."""
+        return self._local is None or self.snapshot_at(found) is not None
+
     def pin(self, found: BlockMatch) -> BlockNode:
+        snapshot = self.snapshot_at(found)
         node = self._cut(found)
+        if self._local is not None and snapshot is not None:
+            self.pinned += 0 if snapshot.pins else snapshot.cells
+            self._local.pin(snapshot)
         self.lock(node)
         for part in node.path():
             if part.pins == 0:
@@ -126,6 +187,10 @@ class PrefixCache:
         return node
 
     def unpin(self, node: BlockNode) -> None:
+        snapshot: LocalSnapshot | None = node.marks.get(len(node.value))
+        if self._local is not None and snapshot is not None:
+            self._local.unpin(snapshot)
+            self.pinned -= 0 if snapshot.pins else snapshot.cells
         for part in node.path():
             part.pins -= 1
             if part.pins == 0:
@@ -154,6 +219,8 @@ class PrefixCache:
         node = held.node
         while node is not above:
             self._pool.hand_over(node.value, held.number)
+            if self._local is not None:
+                self._local.drop_behind(node, 0)
             self._holders.release(node.number)
             self._events.removed(node.names)
             node = self.tree.remove(node)
@@ -233,6 +300,8 @@ class PrefixCache:
         if node is not found.node:
             node.number = self._holders.assign(node)
             self._pool.hand_over(node.value, node.number)
+            for snapshot in node.marks.values():
+                snapshot.node = node
         return node
 
     # -- eviction ----------------------------------------------------------------------------------------------
@@ -247,6 +316,8 @@ class PrefixCache:
             self._pool.release(node.value[keep:])
             self._events.removed(node.names[keep:])
             freed += take
+            if self._local is not None:
+                self._local.drop_behind(node, keep)
             if keep:
                 del node.value[keep:], node.names[keep:]
                 del node.key[keep * self.tree.unit_bytes :]
@@ -290,6 +361,7 @@ class PrefixCache:
             evictable += size if node.references == 0 else 0
             leaves += not (node.references or node.children)
             pinned += size if node.pins else 0
+            pinned += sum(snapshot.cells for snapshot in node.marks.values() if snapshot.pins)
             if size >= piece:
                 for begin in range(0, size, piece):
                     yield self._count(node.value[begin : begin + piece], node.number, held)

@@ -88,7 +88,7 @@ class ArenaResizer:
         ahead = self._bytes_of(needed + AHEAD) - size
         coming = self._coming = account.ask(size - account.kv, self._oldest_prefix(), ahead)
         self.follow()
-        if not coming and blocks + found <= arena.pool.free + arena.prefixes.evictable:
+        if not coming and blocks + found <= arena.pool.free + arena.evictable:
             account.needs_no_more()
         return coming
 
@@ -109,7 +109,7 @@ class ArenaResizer:
         if granted > arena.pool.extents.open and account.target >= account.kv:
             arena.pool.resize(granted)
         account.vacant = self._bytes_beside(arena.pool.total - arena.pool.free)
-        account.unused = self._bytes_beside(arena.pool.total - arena.pool.free - arena.prefixes.evictable)
+        account.unused = self._bytes_beside(arena.pool.total - arena.pool.free - arena.evictable)
         account.oldest = self._oldest_prefix()
 
     def shrink(self) -> bool:
@@ -123,7 +123,7 @@ class ArenaResizer:
         goal = max(wanted, extents.open - max(1, SHRINK_BYTES // arena.extent_bytes))
         used = pool.total - pool.free
         if used > goal * size:
-            self._evict(min(used - goal * size, arena.prefixes.evictable))
+            self._evict(min(used - goal * size, arena.evictable))
             used = pool.total - pool.free
         goal = max(goal, -(-used // size))
         if goal < extents.open:
@@ -135,7 +135,7 @@ class ArenaResizer:
                 return False
             pool.resize(goal)
         account.give_back(min(account.kv, self._bytes_of(extents.open)))
-        if goal > wanted and used > (goal - 1) * size and not arena.prefixes.evictable:
+        if goal > wanted and used > (goal - 1) * size and not arena.evictable:
             if account.is_owed and self._unpin():
                 return True
             self.follow()

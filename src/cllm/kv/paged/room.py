@@ -40,13 +40,13 @@ class Room:
     @property
     def available(self) -> int:
         """Blocks that are free or can be evicted."""
-        return self._arena.pool.free + self._arena.prefixes.evictable
+        return self._arena.pool.free + self._arena.evictable
 
     @property
     def excess(self) -> int:
         """Blocks to evict down to the threshold."""
         arena = self._arena
-        return min(arena.prefixes.evictable, arena.pool.total - arena.pool.free - self._threshold)
+        return min(arena.evictable, arena.pool.total - arena.pool.free - self._threshold)
 
     @property
     def all_run(self) -> bool:
@@ -83,7 +83,7 @@ class Room:
         """Free at least `count` evictable blocks, or all, least recently used first."""
         self._offload.before_eviction(count)
         started = self._clock()
-        freed = self._arena.prefixes.evict(count)
+        freed = self._arena.evict(count)
         self.evictions += freed
         if freed:
             self._told(freed, self._clock() - started)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from cllm.kv.paged.arena import Arena
 from cllm.kv.paged.block_table import BlockAllocation, BlockMatch, allocation_of
+from cllm.kv.paged.local_tables import LocalTables
 from cllm.kv.paged.pins import BlockPins
 from cllm.kv.paged.resizing import ArenaResizer
 from cllm.kv.paged.room import Room
 from cllm.kv.paged.upkeep import Upkeep
+from cllm.kv.radix import TOKEN_BYTES
 from cllm.kv.sequence import KVSequence
 
 
@@ -31,16 +33,24 @@ class BlockTables:
         self._upkeep = upkeep
         self._resizer = resizer
         self._watermark = watermark
+        self._local = None if arena.local is None else LocalTables(arena, room)
 
     def admit(self, sequence: KVSequence) -> bool:
         """Begin with what is cached. False: there is no room now, and nothing has changed."""
-        prefixes = self._arena.prefixes
-        found = prefixes.find(sequence.prefix.tobytes(), sequence.space)
+        prefixes, key = self._arena.prefixes, sequence.prefix.tobytes()
+        full = prefixes.find_full(key, sequence.space)
+        found = prefixes.continuable(full, sequence.space)
         while not self.room_for(sequence, found):
             waits = self._resizer is not None and self._resizer.expects_more
             if waits or not self._pins.give_way(running=0):
                 return False
+        if self._local is None:
+            self.begin(sequence, found, self._missing(sequence, found))
+            return True
+        known = full.matched // TOKEN_BYTES
+        self._local.enter(sequence, found)  # first, so that the snapshot there is not evicted to make room
         self.begin(sequence, found, self._missing(sequence, found))
+        self._local.begin(sequence, known)
         return True
 
     def room_for(self, sequence: KVSequence, found: BlockMatch) -> bool:
@@ -50,10 +60,25 @@ class BlockTables:
         # The watermark reserves room for running sequences to grow; it does not apply when nothing runs.
         reserve = int(arena.pool.total * self._watermark) if arena.running else 0
         wanted = self._missing(sequence, found) + reserve
+        if self._local is not None:
+            wanted += self._local.cells_for(sequence, found.matched // arena.prefixes.tree.unit_bytes)
         unused = arena.prefixes.unused_blocks(found)
         if self._resizer is not None and self._better_waits(self._resizer, wanted, unused):
             return False
         return wanted <= room.available - unused
+
+    def room_for_load(self, found: BlockMatch, blocks: int) -> bool:
+        """Whether so many blocks can be taken for what is loaded behind what was found."""
+        return blocks <= self._room.available - self._arena.prefixes.unused_blocks(found)
+
+    def begin_local(self, holder: KVSequence, cells: int) -> list[int]:
+        """Cells for the local layers of what is being loaded, which are known to be available."""
+        assert self._local is not None
+        return self._local.begin_load(holder, cells)
+
+    def drop_local(self, holder: KVSequence) -> None:
+        if self._local is not None:
+            self._local.end(holder)
 
     def _missing(self, sequence: KVSequence, found: BlockMatch) -> int:
         return self._arena.blocks_for(sequence.needed) - found.matched // self._arena.prefixes.tree.unit_bytes
@@ -74,8 +99,8 @@ class BlockTables:
         number = self._start(sequence, BlockAllocation(node, cached))
         own = self._room.for_prompt(count, number, blocks[-1] if blocks else -1)
         sequence.blocks = blocks + own
-        sequence.room = len(sequence.blocks) * arena.block_size
         sequence.num_computed = cached * arena.block_size
+        self._set_room(sequence)
         return own
 
     def _start(self, sequence: KVSequence, held: BlockAllocation) -> int:
@@ -86,6 +111,8 @@ class BlockTables:
 
     def end(self, sequence: KVSequence) -> None:
         """Take all memory back; what is in the tree stays cached."""
+        if self._local is not None:
+            self._local.end(sequence)
         self._arena.stop(sequence)
         self._upkeep.note_activity()
 
@@ -95,25 +122,48 @@ class BlockTables:
         missing = arena.blocks_for(sequence.end + count) - len(blocks)
         last = sequence.end // arena.block_size
         writes_shared = last < len(blocks) and last >= held.indexed and arena.pool.is_shared(blocks[last])
-        if missing <= 0 and not writes_shared:
-            sequence.room = len(blocks) * arena.block_size
-            return True
         needed = max(missing, 0) + writes_shared
-        if self._resizer is not None:
-            self._resizer.want(needed)
-        if needed > self._room.available:
-            return False
-        own = self._room.for_generation(needed, held.number, blocks[-1] if blocks else -1)
-        if writes_shared:
-            self._copy_on_write(sequence, last, own)
-        blocks += own
-        sequence.room = len(blocks) * arena.block_size
+        cells = 0 if self._local is None else self._local.missing(sequence, count)
+        if needed or cells:
+            if self._resizer is not None:
+                self._resizer.want(needed + cells)
+            if needed + cells > self._room.available:
+                return False
+            if self._local is not None and cells:
+                self._local.grow(sequence, count)
+        if needed:
+            own = self._room.for_generation(needed, held.number, blocks[-1] if blocks else -1)
+            if writes_shared:
+                self._copy_on_write(sequence, last, own)
+            blocks += own
+        self._set_room(sequence)
         return True
+
+    def _set_room(self, sequence: KVSequence) -> None:
+        if self._local is not None:
+            self._local.set_room(sequence)
+        else:
+            sequence.room = len(sequence.blocks) * self._arena.block_size
 
     def most_within_free(self, sequence: KVSequence, count: int) -> int:
         """Up to `count` tokens for which the table and free blocks have room."""
         unused = self._arena.pool.free - (0 if self._resizer is None else self._resizer.pending)
-        return min(count, sequence.room - sequence.end + max(unused, 0) * self._arena.block_size)
+        together = 1 + (0 if self._local is None else self._local.cells)
+        return min(count, sequence.room - sequence.end + max(unused, 0) // together * self._arena.block_size)
+
+    def keep_windows(self, sequence: KVSequence) -> None:
+        """A step is done: snapshots that are due, and what is behind the window."""
+        if self._local is not None:
+            self._local.advance(sequence)
+
+    def keep_last_window(self, sequence: KVSequence) -> None:
+        """The sequence is about to end: others may go on from there."""
+        if self._local is not None:
+            self._local.keep_end(sequence)
+
+    def meet(self, running: KVSequence, waiting: KVSequence) -> None:
+        if self._local is not None:
+            self._local.meet(running, waiting)
 
     def _copy_on_write(self, sequence: KVSequence, index: int, own: list[int]) -> None:
         """Replace a shared block of the table by a private copy, made in the last of `own`."""
@@ -138,6 +188,8 @@ class BlockTables:
         arena.prefixes.lock(held.node)
         child.num_computed = parent.num_computed
         child.dropped, child.kept = parent.dropped, parent.kept
+        if self._local is not None:
+            self._local.fork(parent, child)
         # Both would write to the same block next: the first to do so asks for a copy.
         child.room = parent.room = parent.end
         self._start(child, BlockAllocation(held.node, held.indexed))

@@ -6,6 +6,7 @@ from heapq import nlargest
 from itertools import islice
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cllm.kv.paged.arena import Arena
 from cllm.kv.paged.block_table import BlockNode, allocation_of
@@ -20,16 +21,29 @@ def paged_view(arena: Arena) -> KVView:
         layout="paged",
         cell_tokens=size,
         cell_bytes=arena.block_bytes,
-        holders=np.array(arena.pool.holders, np.int32),
+        holders=_holders(arena),
         resident=np.array(extents.taken, np.bool_),
         extent_cells=extents.size,
         prefixes=tuple(_prefix_view(node, size) for node in _largest(arena)),
-        prefixes_in_all=len(arena.holders.owners) - len(arena.running),
+        prefixes_in_all=len(arena.holders.owners) - len(arena.running) - (len(arena.local.all) if arena.local else 0),
         used_prefixes=frozenset(used),
         sequences=tuple(
             SequenceView(number, s.request_id, len(s.tokens), s.num_computed) for number, s in arena.running.items()
         ),
     )
+
+
+def _holders(arena: Arena) -> NDArray[np.int32]:
+    """Local blocks count as held by the prefix that keeps them, or else by a sequence that uses them."""
+    holders = np.array(arena.pool.holders, np.int32)
+    if arena.local is not None:
+        for number, sequence in arena.running.items():
+            if sequence.local is not None:
+                holders[sequence.local.cells] = number
+        for snapshot in arena.local.policy:
+            for block in snapshot.blocks:
+                holders[block.cells] = snapshot.node.number
+    return holders
 
 
 def _largest(arena: Arena) -> list[BlockNode]:

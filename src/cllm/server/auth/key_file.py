@@ -10,6 +10,7 @@ there are. How long a look-up takes says something of a digest at most, which ca
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import secrets
@@ -26,11 +27,6 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cllm.errors import ConfigError
-
-try:
-    import fcntl
-except ImportError:  # Windows: of two keys added at the same time, one may be lost
-    fcntl = None  # type: ignore[assignment]
 
 MOST_KEYS = 10_000
 """Keeps metrics by name readable, and reloading the file fast: 5 ms for 1,000 keys."""
@@ -138,12 +134,9 @@ def _locked(path: Path) -> Iterator[None]:
     if not path.parent.is_dir():
         raise ConfigError(f"{path}: the directory {path.parent} does not exist; create it or choose another file")
     try:
-        directory = None if fcntl is None else os.open(path.parent, os.O_RDONLY)
+        directory = os.open(path.parent, os.O_RDONLY)
     except OSError as error:
         raise ConfigError(f"cannot write to {path.parent}: {error.strerror}") from error
-    if directory is None:
-        yield
-        return
     try:
         fcntl.flock(directory, fcntl.LOCK_EX)
         yield
@@ -173,7 +166,7 @@ def _write(path: Path, content: KeyFile) -> None:
 
 def _keep_owner(target: Path, draft: Path) -> None:
     """If root changes the keys of a server that runs as another user, that user must still be able to read them."""
-    with suppress(OSError, AttributeError):
+    with suppress(OSError):
         before = target.stat()
         if before.st_uid != os.geteuid():
             os.chown(draft, before.st_uid, before.st_gid)

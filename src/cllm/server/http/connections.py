@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -17,6 +17,7 @@ from cllm.server.errors import Problem
 
 if TYPE_CHECKING:
     from cllm.config import ServerConfig
+    from cllm.server.http.connection import Connection
 
 log = logging.getLogger("cllm.server")
 
@@ -54,18 +55,6 @@ def _open_files() -> int:
         return 16
 
 
-class Peer(Protocol):
-    """A connection, as `Connections` sees it."""
-
-    def shed(self) -> None: ...
-
-    def refuse(self, problem: Problem) -> None: ...
-
-    def pause_reading(self) -> None: ...
-
-    def resume_reading(self) -> None: ...
-
-
 class Connections(Collector):
     """Knows which clients the server is waiting for: when room is needed they are closed, the longest silent first."""
 
@@ -77,20 +66,20 @@ class Connections(Collector):
         self.refused = 0
         self.stalled = 0
         self.crowded = 0
-        self._silent: dict[Peer, None] = {}
+        self._silent: dict[Connection, None] = {}
         """Without a complete request: new or idle connections, or in the middle of headers."""
-        self._sending: dict[Peer, int] = {}
+        self._sending: dict[Connection, int] = {}
         """In the middle of a body, with the bytes held so far, oldest first."""
         self._held = 0
         """Bytes of all incomplete bodies."""
-        self._waiting: dict[Peer, None] = {}
+        self._waiting: dict[Connection, None] = {}
         """Paused until other bodies are complete."""
         self._logged_at = float("-inf")
         self._unlogged = [0, 0]
 
     # -- called by connections ---------------------------------------------------------------------------------
 
-    def opened(self, peer: Peer) -> None:
+    def opened(self, peer: Connection) -> None:
         """Count it. If that is one too many, close the longest silent connection, or refuse the new one if none is."""
         self.open += 1
         if self.open <= self.most:
@@ -109,19 +98,19 @@ class Connections(Collector):
             victim.shed()
         self._log()
 
-    def closed(self, peer: Peer) -> None:
+    def closed(self, peer: Connection) -> None:
         self.open -= 1
         self.busy(peer)
 
-    def silent(self, peer: Peer) -> None:
+    def silent(self, peer: Connection) -> None:
         self.busy(peer)
         self._silent[peer] = None
 
-    def sending(self, peer: Peer) -> None:
+    def sending(self, peer: Connection) -> None:
         self.busy(peer)
         self._sending[peer] = 0
 
-    def busy(self, peer: Peer) -> None:
+    def busy(self, peer: Connection) -> None:
         """Its request is complete, or it is closed: nothing to wait for."""
         self._silent.pop(peer, None)
         self._let_read(peer)
@@ -130,7 +119,7 @@ class Connections(Collector):
             self._held -= held
             self._share_room()
 
-    def holds(self, peer: Peer, size: int) -> None:
+    def holds(self, peer: Connection, size: int) -> None:
         """`size` bytes of its body have arrived. If all bodies together are too large, pause all but the oldest;
         refuse a connection that exceeds the room left even so."""
         if peer not in self._sending:
@@ -159,7 +148,7 @@ class Connections(Collector):
             self._let_read(peer)
             room -= _ONE_READ
 
-    def _let_read(self, peer: Peer) -> None:
+    def _let_read(self, peer: Connection) -> None:
         if peer in self._waiting:
             del self._waiting[peer]
             peer.resume_reading()

@@ -55,7 +55,7 @@ class Hub:
         self._most = config.server.max_watchers
         self._text_of = _text_source(llm) if config.server.page_shows_prompts else None
         self._process = psutil.Process()
-        self._watchers = 0
+        self.watchers = 0
         self._versions = count(1)
         self._ticking: asyncio.Task[None] | None = None
         self._frame: Frame | None = None
@@ -65,10 +65,6 @@ class Hub:
         self._recent: deque[tuple[int, bytes]] = deque(maxlen=RECENT)
         self._news = asyncio.Event()
         self._listener: Listener | None = None
-
-    @property
-    def watchers(self) -> int:
-        return self._watchers
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """What one watcher is sent, for as long as the engine lives. Raises at once if there are too many."""
@@ -84,16 +80,16 @@ class Hub:
             await self._leave()
 
     def _join(self) -> None:
-        if self._watchers >= self._most:
+        if self.watchers >= self._most:
             raise ApiError(
                 503,
-                f"Too many open pages: {self._watchers} (server.max_watchers).",
+                f"Too many open pages: {self.watchers} (server.max_watchers).",
                 kind="unavailable_error",
                 code="too_many_watchers",
                 headers={"Retry-After": "10"},
             )
         self._llm.executor.watch()
-        self._watchers += 1
+        self.watchers += 1
         if self._ticking is None or self._ticking.done():
             # What the last watchers saw is old, and no event says what has changed since.
             self._frame = None
@@ -101,9 +97,9 @@ class Hub:
             self._ticking = asyncio.create_task(self._tick())
 
     async def _leave(self) -> None:
-        self._watchers -= 1
+        self.watchers -= 1
         self._llm.executor.unwatch()
-        if self._watchers == 0 and self._ticking is not None:
+        if self.watchers == 0 and self._ticking is not None:
             ticking, self._ticking = self._ticking, None
             ticking.cancel()
             await asyncio.gather(ticking, return_exceptions=True)

@@ -1,0 +1,257 @@
+"""The local layers' part of the arena: blocks of running sequences inside their window, and snapshots kept by the tree.
+
+    sequence     0 ─────────────────────────────────────────── num_computed
+    full          █ █ █ █ █ █ █ █ █ █ █ █ █ █ █ █ █ █ █ █       all blocks, in the tree when they are full
+    local                                     [ window ]▒▒       freed behind the window; ▒ taken ahead, not written yet
+    snapshots            [ window ]●                [ window ]●   what others need to go on from there
+
+A snapshot stands in the tree at the end of a block: in `marks` of the node, by its blocks from the edge's beginning. A
+cached prefix can be continued from the deepest snapshot on its path: what follows is computed again. Snapshots share
+blocks with each other and with running sequences; a full block never changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from cllm.kv.eviction import LRU
+from cllm.kv.groups import LocalBlock, LocalTable
+from cllm.kv.ops import BlockGeometry
+from cllm.kv.paged.block_table import BlockNode
+from cllm.kv.paged.holder_ids import HolderIds
+from cllm.kv.paged.pool import BlockPool
+
+FEWEST, MOST = 3, 32
+"""Snapshots that one sequence's path may always keep, and the most. Of more, the one whose loss costs the least
+computing goes."""
+
+WORTH = 2
+"""Beyond the fewest, all snapshots of a path may take so many times the memory of its full layers."""
+
+
+class LocalShape(NamedTuple):
+    """`cells` of a block, and for how many tokens a running sequence has blocks: inside the window, and ahead."""
+
+    window: int
+    cells: int
+    ahead: int
+
+
+def tokens_within(geometry: BlockGeometry, shape: LocalShape) -> int:
+    """The longest sequence that fits: every block of it, and local ones for the window and ahead."""
+    most = most_blocks(shape, geometry.block_size)
+    short = geometry.blocks // (1 + shape.cells)
+    return max(min(short, most), geometry.blocks - most * shape.cells) * geometry.block_size
+
+
+def most_blocks(shape: LocalShape, block_size: int) -> int:
+    """Local blocks that a running sequence may have."""
+    return -(-shape.window // block_size) + -(-shape.ahead // block_size) + 1
+
+
+class LocalSnapshot:
+    __slots__ = ("blocks", "node", "pins")
+
+    def __init__(self, node: BlockNode, blocks: Sequence[LocalBlock]) -> None:
+        self.node = node
+        self.blocks = blocks
+        self.pins = 0
+
+    @property
+    def cells(self) -> int:
+        return sum(len(block.cells) for block in self.blocks)
+
+
+class LocalMemory:
+    def __init__(self, shape: LocalShape, block_size: int, pool: BlockPool, holders: HolderIds) -> None:  # type: ignore[type-arg]
+        self.shape = shape
+        self.policy: LRU[LocalSnapshot] = LRU()
+        """All snapshots, the least recently used first."""
+        self.evictable = 0
+        """Cells of blocks that are only kept."""
+        self.all: dict[int, LocalBlock] = {}
+        """By their ids as holders."""
+        self._block_size = block_size
+        self._pool = pool
+        self._holders = holders
+        self.most_blocks = most_blocks(shape, block_size)
+
+    def first_needed(self, position: int) -> int:
+        """The first block that the token at this position attends to."""
+        return max(0, position - self.shape.window + 1) // self._block_size
+
+    # -- blocks ------------------------------------------------------------------------------------------------
+
+    def add(self, table: LocalTable, cells: list[int]) -> None:
+        """New blocks at the end of a table, from cells that were just allocated."""
+        size = self.shape.cells
+        for first in range(0, len(cells), size):
+            table.append(self.new(cells[first : first + size]))
+
+    def new(self, cells: list[int]) -> LocalBlock:
+        """A block with one user."""
+        block = LocalBlock(cells)
+        block.users = 1
+        block.number = self._holders.assign(block)
+        self.all[block.number] = block
+        self._pool.hand_over(cells, block.number)
+        return block
+
+    def use(self, block: LocalBlock) -> None:
+        if block.users == 0:
+            self.evictable -= len(block.cells)
+        block.users += 1
+
+    def leave(self, block: LocalBlock) -> None:
+        block.users -= 1
+        if block.users == 0:
+            self.evictable += len(block.cells)
+            if block.kept == 0:
+                self._free(block)
+
+    def _free(self, block: LocalBlock) -> None:
+        self.evictable -= len(block.cells)
+        self._pool.release(block.cells)
+        self._holders.release(block.number)
+        del self.all[block.number]
+
+    # -- tables ------------------------------------------------------------------------------------------------
+
+    def enter(self, snapshot: LocalSnapshot | None, end: int) -> LocalTable:
+        """The table of a sequence that goes on behind its first `end` blocks."""
+        if snapshot is None:
+            return LocalTable(end)
+        table = LocalTable(end - len(snapshot.blocks))
+        for block in snapshot.blocks:
+            self.use(block)
+            table.append(block)
+        self.touch(snapshot)
+        return table
+
+    def share(self, table: LocalTable, end: int) -> LocalTable:
+        """A twin's table, up to block `end`."""
+        twin = LocalTable(table.first)
+        for block in table.blocks[: end - table.first]:
+            self.use(block)
+            twin.append(block)
+        return twin
+
+    def slide(self, table: LocalTable, position: int) -> None:
+        """Give up what is behind the window of the token at this position."""
+        gone = min(self.first_needed(position) - table.first, len(table.blocks))
+        if gone > 0:
+            self._cut(table, 0, gone)
+            table.first += gone
+
+    def cut_end(self, table: LocalTable, end: int) -> None:
+        """Give up the blocks from `end` on."""
+        keep = max(0, end - table.first)
+        if keep < len(table.blocks):
+            self._cut(table, keep, len(table.blocks))
+
+    def clear(self, table: LocalTable) -> None:
+        self._cut(table, 0, len(table.blocks))
+
+    def _cut(self, table: LocalTable, begin: int, end: int) -> None:
+        gone, size = table.blocks[begin:end], self.shape.cells
+        del table.blocks[begin:end], table.cells[begin * size : end * size]
+        for block in gone:
+            self.leave(block)
+
+    # -- snapshots ---------------------------------------------------------------------------------------------
+
+    def keep(self, table: LocalTable, node: BlockNode, unit: int, end: int) -> None:
+        """A snapshot behind the sequence's first `end` blocks, at `unit` blocks of the node's edge, unless there is one
+        or the table has not all that it needs."""
+        there = node.marks.get(unit)
+        if there is not None:
+            self.touch(there)
+            return
+        first = self.first_needed(end * self._block_size)
+        if first < table.first or end > table.end:
+            return
+        snapshot = LocalSnapshot(node, tuple(table.blocks[first - table.first : end - table.first]))
+        for block in snapshot.blocks:
+            block.kept += 1
+        node.marks[unit] = snapshot
+        self.policy.add(snapshot, 0)
+        self._thin(snapshot)
+
+    def touch(self, snapshot: LocalSnapshot) -> None:
+        """It was used."""
+        self.policy.remove(snapshot)
+        self.policy.add(snapshot, 0)
+
+    def drop(self, snapshot: LocalSnapshot) -> None:
+        marks = snapshot.node.marks
+        del marks[next(unit for unit, mark in marks.items() if mark is snapshot)]
+        self.policy.remove(snapshot)
+        for block in snapshot.blocks:
+            block.kept -= 1
+            if block.kept == block.users == 0:
+                self._free(block)
+
+    def drop_behind(self, node: BlockNode, units: int) -> None:
+        """The blocks of a node's edge behind the first `units` are gone."""
+        for unit in [unit for unit in node.marks if unit > units]:
+            self.drop(node.marks[unit])
+
+    def pin(self, snapshot: LocalSnapshot) -> None:
+        snapshot.pins += 1
+        for block in snapshot.blocks:
+            self.use(block)
+
+    def unpin(self, snapshot: LocalSnapshot) -> None:
+        snapshot.pins -= 1
+        for block in snapshot.blocks:
+            self.leave(block)
+
+    def unused_cells(self, snapshot: LocalSnapshot | None) -> int:
+        """Evictable cells that a sequence which enters there would use."""
+        return 0 if snapshot is None else sum(len(block.cells) for block in snapshot.blocks if block.users == 0)
+
+    def evict(self) -> bool:
+        """Drop the least recently used snapshot, if possible one whose blocks nobody else keeps. False: there is none
+        with blocks that are only kept."""
+        shared: LocalSnapshot | None = None
+        for snapshot in self.policy:
+            unused = [block.kept for block in snapshot.blocks if block.users == 0]
+            if 1 in unused:
+                self.drop(snapshot)
+                return True
+            if unused and shared is None:
+                shared = snapshot
+        if shared is not None:
+            self.drop(shared)
+        return shared is not None
+
+    def _thin(self, newest: LocalSnapshot) -> None:
+        """Keep a path's snapshots few: drop the one that is closest behind another, which costs the least to compute
+        again. Places where several prefixes part are kept."""
+        path = list(on_path(newest.node))
+        ends = [*(end for end, _ in path), 0]
+        if len(path) <= min(max(WORTH * ends[0] // max(1, newest.cells), FEWEST), MOST):
+            return
+        gaps = [
+            (ends[i] - ends[i + 1], snapshot)
+            for i, (_, snapshot) in enumerate(path)
+            if snapshot is not newest and not snapshot.pins and not _parts(snapshot)
+        ]
+        if gaps:
+            self.drop(min(gaps, key=lambda gap: gap[0])[1])
+
+
+def on_path(node: BlockNode) -> Iterator[tuple[int, LocalSnapshot]]:
+    """The snapshots on the way to a node, deepest first, with the number of blocks before each."""
+    parts = list(node.path())
+    before = sum(len(part.value) for part in parts)
+    for part in parts:
+        before -= len(part.value)
+        for unit in sorted(part.marks, reverse=True):
+            yield before + unit, part.marks[unit]
+
+
+def _parts(snapshot: LocalSnapshot) -> bool:
+    node = snapshot.node
+    return len(node.children) > 1 and node.marks.get(len(node.value)) is snapshot

@@ -1,0 +1,147 @@
+"""What the architectures of GGUF files are, in a few lines each.
+
+A row says what all files of an architecture have in common: `gguf_decoder` reads the rest. What a row does not mention
+is as in Llama: norms before, rotated in halves, SiLU. `layer` and `base` are for what only this architecture does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from cllm.models.gguf import GGUFModel
+from cllm.models.spec import LayerSpec
+
+LayerChange = Callable[[GGUFModel, int, bool, LayerSpec], LayerSpec]
+"""Makes the layer of this index, which is a sliding one or not, what it really is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Some layers attend to a window of the last tokens."""
+
+    period: int
+    """Every layer but each of this number, unless the file says which; 0: all."""
+    default: int = 0
+    """The window of files that do not state one; 0: they have none."""
+    base: float | None = None
+    """Sliding layers are turned from this base (or what the file says) and not scaled; 0: from the base of all layers.
+    None: they are turned like the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    neox: bool = True
+    """Whether RoPE pairs dimension i of a head with i + half of them (otherwise 2i with 2i + 1)."""
+    divisors: bool = False
+    """Whether its files may have tensors of what slows down the turning."""
+    norms: Literal["before", "after", "both"] = "before"
+    qk_norm: Literal["", "head", "row"] = ""
+    activation: Literal["silu", "gelu"] = "silu"
+    scaled_embedding: bool = False
+    """By the square root of its size."""
+    windows: Windows | None = None
+    keys: Mapping[str, float] = field(default_factory=dict)
+    """Keys that mean something here, not everywhere: what they are in files that lack them."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Roles of tensors that have another name in its files."""
+    layer: LayerChange | None = None
+
+
+def _wide(n_layers: int) -> LayerChange:
+    """The 27B models, known by their layers, scale scores by what each head has of the model's width."""
+
+    def change(model: GGUFModel, index: int, slides: bool, layer: LayerSpec) -> LayerSpec:
+        if model.spec.n_layers != n_layers:
+            return layer
+        width = model.spec.n_embd // layer.attention.n_heads
+        return replace(layer, attention=replace(layer.attention, scale=1 / math.sqrt(width)))
+
+    return change
+
+
+def _gemma4(model: GGUFModel, index: int, slides: bool, layer: LayerSpec) -> LayerSpec:
+    own = f"blk.{index}."
+    attention = replace(
+        layer.attention,
+        scale=1.0,
+        v_norm=True,
+        v_is_k=layer.attention.kv_from is None and f"{own}attn_v.weight" not in model.tensors,
+    )
+    return replace(layer, attention=attention, output_scale=f"{own}layer_output_scale.weight" in model.tensors)
+
+
+def _smollm3(model: GGUFModel, index: int, slides: bool, layer: LayerSpec) -> LayerSpec:
+    return _unturned(layer) if index % 4 == 3 else layer
+
+
+def _exaone4(model: GGUFModel, index: int, slides: bool, layer: LayerSpec) -> LayerSpec:
+    return layer if slides or not model.keys.number("attention.sliding_window", 0) else _unturned(layer)
+
+
+def _granite(model: GGUFModel, index: int, slides: bool, layer: LayerSpec) -> LayerSpec:
+    turns = model.get(f"{model.spec.architecture}.rope.scaling.finetuned", True)
+    return layer if turns else _unturned(layer)
+
+
+def _hunyuan(model: GGUFModel, index: int, slides: bool, layer: LayerSpec) -> LayerSpec:
+    return replace(layer, attention=replace(layer.attention, qk_norm_last=True))
+
+
+def _unturned(layer: LayerSpec) -> LayerSpec:
+    return replace(layer, attention=replace(layer.attention, rotation=None))
+
+
+_GEMMA = Architecture(activation="gelu", scaled_embedding=True)
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture(neox=False, divisors=True),
+    "qwen2": Architecture(),
+    "qwen3": Architecture(qk_norm="head"),
+    "mistral3": Architecture(neox=False, divisors=True, keys={"attention.temperature_scale": 0.0}),
+    "gemma": _GEMMA,
+    "gemma2": replace(
+        _GEMMA,
+        norms="both",
+        windows=Windows(period=2, default=4096),
+        keys={"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        layer=_wide(46),
+    ),
+    "gemma3": replace(
+        _GEMMA,
+        norms="both",
+        qk_norm="head",
+        windows=Windows(period=6, base=10000.0),
+        keys={"final_logit_softcapping": 0.0},
+        layer=_wide(62),
+    ),
+    "gemma4": replace(
+        _GEMMA,
+        divisors=True,
+        norms="both",
+        qk_norm="head",
+        windows=Windows(period=6, base=10000.0),
+        keys={"final_logit_softcapping": 30.0},
+        layer=_gemma4,
+    ),
+    "phi3": Architecture(divisors=True, windows=Windows(period=0)),
+    "granite": Architecture(
+        neox=False,
+        divisors=True,
+        keys={"attention.scale": 0.0, "embedding_scale": 0.0, "residual_scale": 0.0, "logit_scale": 0.0},
+        layer=_granite,
+    ),
+    "smollm3": Architecture(neox=False, layer=_smollm3),
+    "olmo2": Architecture(norms="after", qk_norm="row", windows=Windows(period=4, base=0.0)),
+    "exaone4": Architecture(
+        divisors=True, norms="after", qk_norm="head", windows=Windows(period=4), layer=_exaone4
+    ),
+    "glm4": Architecture(neox=False, norms="both"),
+    "ernie4_5": Architecture(neox=False),
+    "hunyuan-dense": Architecture(
+        divisors=True, qk_norm="head", keys={"rope.scaling.alpha": 0.0}, layer=_hunyuan
+    ),
+    "seed_oss": Architecture(names={"ffn_norm": "post_attention_norm"}),
+}  # fmt: skip
