@@ -141,6 +141,26 @@ def randomised(model: Any, config: Any) -> Any:
     return model
 
 
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+          "image_size": 28, "patch_size": 14}  # fmt: skip
+SEEING: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "Gemma3": ("gemma3", "Gemma3Text", {"vision_config": VISION | {"model_type": "siglip_vision_model"}}),
+    "Mistral3": ("mistral3", "Ministral3", {"vision_config": VISION | {"model_type": "pixtral", "head_dim": 8}}),
+    "Gemma4": ("gemma4 E", "Gemma4Text", {"vision_config": None, "audio_config": None}),
+}
+"""Models of text and images, each with the kind and the class of its text part."""
+
+
+def build_seeing(family: str) -> Any:
+    kind, text, others = SEEING[family]
+    torch.manual_seed(0)
+    changes = SIZES | RICH[kind][1] | {"pad_token_id": 0}
+    config = getattr(transformers, f"{text}Config")(**changes)
+    tied = config.tie_word_embeddings
+    whole = getattr(transformers, f"{family}Config")(text_config=config.to_dict(), tie_word_embeddings=tied, **others)
+    return randomised(getattr(transformers, f"{family}ForConditionalGeneration")(whole).eval().float(), config)
+
+
 def save(model: Any, path: Path, **options: Any) -> Path:
     model.save_pretrained(path, **options)
     return path
