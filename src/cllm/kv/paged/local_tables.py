@@ -29,7 +29,9 @@ class LocalTables:
 
     def cells_for(self, sequence: KVSequence, cached: int) -> int:
         """Cells that a sequence needs of its own when it begins behind `cached` blocks."""
-        return self.cells * min(self._arena.blocks_for(sequence.needed) - cached, self._memory().most_blocks)
+        local = self._memory()
+        most = local.first_needed(cached * self._arena.block_size) + local.most_blocks
+        return self.cells * (min(self._arena.blocks_for(sequence.needed), most) - cached)
 
     # -- begin and end -----------------------------------------------------------------------------------------
 

@@ -1,0 +1,32 @@
+"""Layers with a window in the paged cache: room that is promised is there, and places that are marked are kept."""
+
+from __future__ import annotations
+
+import pytest
+
+from cllm.backends.fake import FakeBackend
+from cllm.kv.manager import KVManager
+from cllm.kv.sequence import KVSequence
+from kv_kit import compute, paged
+
+
+def compute_all(backend: FakeBackend, kv: KVManager, sequence: KVSequence) -> bool:
+    """As far as there is room for."""
+    while (missing := len(sequence.tokens) - sequence.num_computed) > 0:
+        if sequence.room <= sequence.num_computed and not kv.grow(sequence, 1):
+            return False
+        compute(backend, kv, sequence, min(missing, sequence.room - sequence.num_computed))
+        kv.check()
+    return True
+
+
+@pytest.mark.parametrize("known", range(8, 192, 12))
+def test_the_longest_sequence_has_room_whatever_is_cached_of_it(known: int) -> None:
+    """A snapshot to go on from takes the place of blocks that would be computed."""
+    backend, kv = paged(blocks=60, window=9, ahead=8)
+    first = KVSequence([1] * known)
+    assert kv.admit(first) == 0 and compute_all(backend, kv, first)
+    kv.release(first)
+    again = KVSequence([1] * known + [2] * (kv.max_tokens - known))
+    assert kv.admit(again) == known
+    assert compute_all(backend, kv, again)
