@@ -30,3 +30,14 @@ def test_the_longest_sequence_has_room_whatever_is_cached_of_it(known: int) -> N
     again = KVSequence([1] * known + [2] * (kv.max_tokens - known))
     assert kv.admit(again) == known
     assert compute_all(backend, kv, again)
+
+
+@pytest.mark.parametrize("blocks", range(4, 16))
+def test_blocks_ahead_are_not_taken_from_what_is_needed_now(blocks: int) -> None:
+    """Tokens that a grammar forced come many at a time, and without memory."""
+    backend, kv = paged(blocks, window=5)
+    sequence = KVSequence([1] * 4)
+    assert kv.admit(sequence) == 0 and compute_all(backend, kv, sequence)
+    sequence.tokens.extend([2] * 20)
+    whole = compute_all(backend, kv, sequence)
+    assert whole or len(sequence.tokens) > kv.max_tokens

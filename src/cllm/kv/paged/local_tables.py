@@ -98,9 +98,8 @@ class LocalTables:
             local.leave(shared)
         if missing := self.missing(sequence, count):
             self._add(sequence, self._room.for_generation(missing, number, table.cells[-1] if table.cells else -1))
-        self._take_ahead(sequence)
 
-    def _take_ahead(self, sequence: KVSequence) -> None:
+    def take_ahead(self, sequence: KVSequence) -> None:
         """Take blocks for the next chunks of a prompt, as far as some are free."""
         table, local, computed = sequence.local, self._memory(), sequence.num_computed
         assert table is not None
@@ -133,7 +132,7 @@ class LocalTables:
             self._keep(sequence, sequence.marks.pop() // size)
         local.slide(table, computed)
         if len(sequence.tokens) - computed > 1:
-            self._take_ahead(sequence)
+            self.take_ahead(sequence)
         else:
             local.cut_end(table, computed // size + 2)
         self.set_room(sequence)

@@ -136,6 +136,8 @@ class BlockTables:
             if writes_shared:
                 self._copy_on_write(sequence, last, own)
             blocks += own
+        if self._local is not None and cells:
+            self._local.take_ahead(sequence)  # last: it takes what is free, which may have been promised above
         self._set_room(sequence)
         return True
 
