@@ -6,6 +6,7 @@ import pytest
 
 from cllm.backends.fake import FakeBackend
 from cllm.kv.manager import KVManager
+from cllm.kv.pins import PinMark
 from cllm.kv.sequence import KVSequence
 from kv_kit import compute, paged
 
@@ -41,3 +42,18 @@ def test_blocks_ahead_are_not_taken_from_what_is_needed_now(blocks: int) -> None
     sequence.tokens.extend([2] * 20)
     whole = compute_all(backend, kv, sequence)
     assert whole or len(sequence.tokens) > kv.max_tokens
+
+
+def test_a_place_at_the_end_of_a_prompt_is_kept_too() -> None:
+    class Marked(KVSequence):
+        places = (20,)
+
+    backend, kv = paged(blocks=60, window=5)
+    sequence = Marked([1] * 20)
+    assert kv.admit(sequence) == 0
+    for token in range(13):
+        assert compute_all(backend, kv, sequence)
+        sequence.tokens.append(token)
+    mark = PinMark(20)
+    kv.pin(sequence, mark)
+    assert mark.refusal is None and mark.pinned_tokens == 20

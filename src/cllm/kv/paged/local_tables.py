@@ -45,7 +45,7 @@ class LocalTables:
         others."""
         size, computed = self._arena.block_size, sequence.num_computed
         ends = {place - place % size for place in (*sequence.places, known, len(sequence.tokens) - 1)}
-        sequence.marks = sorted((end for end in ends if computed < end < len(sequence.tokens)), reverse=True)
+        sequence.marks = sorted((end for end in ends if computed < end <= len(sequence.tokens)), reverse=True)
         wanted = self.cells_for(sequence, computed // size)
         self._add(sequence, self._room.for_prompt(wanted, allocation_of(sequence).number))
         self.set_room(sequence)
