@@ -28,10 +28,15 @@ Prompt = st.lists(st.integers(0, 1), min_size=1, max_size=40)
 
 
 def paged(
-    blocks: int = 16, block_size: int = 4, window: int = 0, ahead: int = 16, **options: Any
+    blocks: int = 16,
+    block_size: int = 4,
+    window: int = 0,
+    ahead: int = 16,
+    kind: type[FakeBackend] = FakeBackend,
+    **options: Any,
 ) -> tuple[FakeBackend, PagedKVManager]:
     """`window`: of two layers beside the full one; `ahead`: tokens for which they take blocks beforehand."""
-    backend = FakeBackend(window=window)
+    backend = kind(window=window)
     if window:
         options["local"] = LocalShape(window, cells=2, ahead=ahead)
     geometry = BlockGeometry(blocks, block_size)

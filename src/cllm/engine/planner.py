@@ -177,6 +177,12 @@ class Planner:
                         continue
                     prompts.append(sequence)
                 elif missing:
+                    if sequence.local is not None and start + missing > sequence.room:
+                        # They may never have room for so many at once: what is free must do, and the rest waits.
+                        self._room_to_draft(sequence, submitted + min(missing - 1, MOST_FORCED))
+                        missing = 1
+                        if submitted and start >= sequence.room:
+                            continue
                     if start + missing > sequence.room and not self._make_room(sequence, missing):
                         return False
                     rows.append(sequence)

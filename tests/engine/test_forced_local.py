@@ -1,0 +1,44 @@
+"""Long runs of forced tokens where layers with a window have room for few tokens at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from cllm.backends.fake import FakeBackend
+from cllm.engine.budget import StepBudget
+from cllm.engine.params import SamplingParams
+from cllm.engine.scheduler import Scheduler
+from cllm.engine.stepper import Stepper
+from kv_kit import paged
+from pipelined_backend import PipelinedFake
+from structured_kit import alone, by_schema, constrained
+
+NAMES = ["x" * 60, "y" * 150]
+RECORD = by_schema(
+    {
+        "type": "object",
+        "properties": {name: {"type": "string", "maxLength": 3} for name in NAMES},
+        "required": NAMES,
+        "additionalProperties": False,
+    }
+)
+
+
+@pytest.mark.parametrize("kind", [FakeBackend, PipelinedFake])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("blocks", [72, 82, 300])
+def test_more_forced_tokens_than_there_is_ever_room_for(kind: type[FakeBackend], n: int, blocks: int) -> None:
+    backend, kv = paged(blocks, window=5, ahead=8, kind=kind)
+    budget = StepBudget(inter_token_s=0.1, max_gap_s=0.25, prompt_only_s=0.5, max_tokens=32)
+    scheduler = Scheduler(kv, budget, max_running=4)
+    stepper = Stepper(backend, scheduler, timer=lambda: 0.0)
+    request = constrained("who?", RECORD, SamplingParams(temperature=0.0, max_tokens=240, n=n))
+    scheduler.requests.add(request)
+    while scheduler.requests.has_work or stepper.under_way:
+        stepper.advance()
+        kv.check()
+        assert stepper.steps < 60 and scheduler.requests.preemptions < 5
+    outputs = scheduler.requests.take_outputs()
+    for answer in range(n):
+        tokens = [out.token_id for out in outputs if out.answer == answer and out.token_id is not None]
+        assert tokens == alone(request, RECORD, answer) and len(tokens) > 200
