@@ -57,3 +57,15 @@ def test_a_place_at_the_end_of_a_prompt_is_kept_too() -> None:
     mark = PinMark(20)
     kv.pin(sequence, mark)
     assert mark.refusal is None and mark.pinned_tokens == 20
+
+
+def test_a_limit_of_sequences_costs_those_that_run_no_snapshot() -> None:
+    backend, kv = paged(blocks=400, window=5, max_sequences=3)
+    running = KVSequence([9] * 40)
+    assert kv.admit(running) == 0 and compute_all(backend, kv, running)
+    for letter in range(5):
+        sequence = KVSequence([letter] * 40)
+        assert kv.admit(sequence) == 0 and compute_all(backend, kv, sequence)
+        kv.release(sequence)
+    assert kv.peek(running.tokens.tobytes()) == 36
+    assert kv.usage().sequences_held == 2

@@ -81,9 +81,12 @@ class Room:
 
     def evict(self, count: int) -> None:
         """Free at least `count` evictable blocks, or all, least recently used first."""
+        self._evict(count, self._arena.evict)
+
+    def _evict(self, count: int, evict: Callable[[int], int]) -> None:
         self._offload.before_eviction(count)
         started = self._clock()
-        freed = self._arena.evict(count)
+        freed = evict(count)
         self.evictions += freed
         if freed:
             self._told(freed, self._clock() - started)
@@ -92,4 +95,4 @@ class Room:
         """Evict the oldest until there are no more sequences than there may be: a sequence came, or left a prefix."""
         prefixes, most = self._arena.prefixes, self._max_sequences
         while most is not None and prefixes.held > max(0, most - len(self._arena.running)):
-            self.evict(len(prefixes.policy.peek().value))
+            self._evict(len(prefixes.policy.peek().value), prefixes.evict)
