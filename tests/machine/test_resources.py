@@ -14,9 +14,11 @@ import pytest
 from cllm.backends.base import Chunk
 from cllm.config.schema import ResourcesConfig
 from cllm.errors import BackendError, ConfigError, ModelError
-from cllm.kv.sizing import MIB
+from cllm.kv.groups import KVGroup, KVLayout
+from cllm.kv.paged.local import LocalShape, tokens_within
+from cllm.kv.sizing import MIB, plan_blocks
 from cllm.loading import open_model
-from cllm.loading.resources import Weights, choose_kv_bytes, choose_threads
+from cllm.loading.resources import Weights, check_local_room, choose_kv_bytes, choose_threads, local_bytes
 from cllm.machine import Cpus, MemoryLimit, default_threads, read_cpus
 from cllm.models.gguf import GGUFModel
 from loading_kit import parts_of
@@ -47,6 +49,24 @@ def levels(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def budget(*rooms: MemoryLimit, weights: Weights = WEIGHTS, **settings: float) -> int:
     return choose_kv_bytes(ResourcesConfig(**settings), weights, rooms)  # type: ignore[arg-type]
+
+
+# --- layers with a window ---
+
+
+@pytest.mark.parametrize("context", [16, 100, 512, 1024, 100_000])
+def test_a_window_takes_no_more_than_the_context(context: int) -> None:
+    """A budget for one whole context is enough where the context is short, and else one for two windows."""
+    shape, layout = LocalShape(1024, cells=3, ahead=512), KVLayout(16, 1000 * 16, (KVGroup((0,), 0, 1),) * 2)
+    most = -(-1024 // 16) + -(-512 // 16) + 1
+    needed = local_bytes(shape, layout, context)
+    assert needed == min(most, -(-context // 16)) * 3 * 16_000
+    least = needed + min(needed, context * 1000)
+    check_local_room(least, needed, context * 1000)
+    with pytest.raises(ConfigError, match="sliding window alone take"):
+        check_local_room(least - 1, needed, context * 1000)
+    geometry = plan_blocks(budget_bytes=least + 16_000, bytes_per_token=1000, block_size=16)
+    assert tokens_within(geometry, shape) >= min(context, needed // 1000)
 
 
 # --- the K/V budget ---

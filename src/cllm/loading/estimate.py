@@ -81,7 +81,7 @@ def estimate(config: Config) -> Estimate:
     device = device_of(config) if kind == "torch" else "cpu"
     context = context_of(config, spec)
     layout = kv_layout(config, spec, kind)
-    local = local_bytes(local_shape(config, layout, BackendTraits.preferred_step_tokens), layout)
+    local = local_bytes(local_shape(config, layout, BackendTraits.preferred_step_tokens), layout, context)
     return Estimate(
         *(name, kind, weights, layout.token_bytes, context, is_elastic, device, files, weight_type, sampling, local)
     )

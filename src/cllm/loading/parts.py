@@ -103,7 +103,7 @@ def _build(
     token_bytes = layout.token_bytes
     context = min(context_of(config, spec, backend.traits.context_cap), share.context or spec.context_length)
     if budget is None:
-        local = local_bytes(local_shape(config, layout, backend.traits.preferred_step_tokens), layout)
+        local = local_bytes(local_shape(config, layout, backend.traits.preferred_step_tokens), layout, context)
         budget = _fake_bytes(config, context * token_bytes + local)
     if backend.traits.layout == "slots":
         memory = _slot_memory(config, backend, budget, token_bytes, context)
@@ -246,7 +246,7 @@ def _block_memory(
     geometry = plan_blocks(budget_bytes=budget, bytes_per_token=token_bytes, block_size=layout.block_size)
     if local is not None:
         geometry = replace(geometry, layout=layout)
-        check_local_room(budget, local_bytes(local, layout))
+        check_local_room(budget, local_bytes(local, layout, context), context * token_bytes)
     backend.allocate(geometry)
     ops = backend.ops
     assert isinstance(ops, BlockOps)

@@ -71,14 +71,18 @@ def local_shape(config: Config, layout: KVLayout, step_tokens: int) -> LocalShap
     return LocalShape(layout.local.window, layout.local.cells, config.scheduler.max_step_tokens or step_tokens)
 
 
-def local_bytes(shape: LocalShape | None, layout: KVLayout) -> int:
+def local_bytes(shape: LocalShape | None, layout: KVLayout, context: int) -> int:
     """What local layers take for one sequence, however long it is."""
-    return 0 if shape is None else most_blocks(shape, layout.block_size) * shape.cells * layout.cell_bytes
+    if shape is None:
+        return 0
+    blocks = min(most_blocks(shape, layout.block_size), -(-context // layout.block_size))
+    return blocks * shape.cells * layout.cell_bytes
 
 
-def check_local_room(budget: int, needed: int) -> None:
-    """Raise if not even one sequence would fit."""
-    if 2 * needed > budget:
+def check_local_room(budget: int, needed: int, full: int) -> None:
+    """Raise if not even one sequence would fit, of which the full layers have a fair part. `full`: what those take for
+    a whole context."""
+    if needed + min(needed, full) > budget:
         raise ConfigError(
             f"the KV budget is {mib(budget)}, but the layers with a sliding window alone take {mib(needed)} for a "
             "sequence; raise resources.kv_cache_max_memory_mb, or lower scheduler.max_step_tokens"
