@@ -173,7 +173,11 @@ class Sequence(KVSequence):
     def places(self) -> list[int]:  # type: ignore[override]
         """Where others will go on: behind what is to be pinned, and behind messages, which end with such a token."""
         ends = np.isin(np.frombuffer(self.tokens, np.int32), list(self.request.end_ids))
-        return [*(mark.tokens for mark in self.request.submission.pins), *(np.flatnonzero(ends) + 1).tolist()]
+        return [*self.to_pin, *(np.flatnonzero(ends) + 1).tolist()]
+
+    @property
+    def to_pin(self) -> list[int]:  # type: ignore[override]
+        return [mark.tokens for mark in self.request.submission.pins]
 
     @property
     def weight(self) -> float:

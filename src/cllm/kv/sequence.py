@@ -56,6 +56,9 @@ class KVSequence:
     places: Sequence[int] = ()
     """After how many tokens other sequences will go on from it, as far as is known beforehand."""
 
+    to_pin: Sequence[int] = ()
+    """The places among them where it will be pinned."""
+
     def __init__(self, tokens: Sequence[int], window: Window | None = None, space: bytes = b"") -> None:
         """Sequences share cached prefixes only within their `space` (one per tenant)."""
         self.tokens: array[int] = tokens[:] if isinstance(tokens, array) else array("i", tokens)

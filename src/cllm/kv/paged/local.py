@@ -161,9 +161,9 @@ class LocalMemory:
 
     # -- snapshots ---------------------------------------------------------------------------------------------
 
-    def keep(self, table: LocalTable, node: BlockNode, unit: int, end: int) -> None:
+    def keep(self, table: LocalTable, node: BlockNode, unit: int, end: int, to_pin: set[int]) -> None:
         """A snapshot behind the sequence's first `end` blocks, at `unit` blocks of the node's edge, unless there is one
-        or the table has not all that it needs."""
+        or the table has not all that it needs. Those behind `to_pin` blocks stay on the path."""
         there = node.marks.get(unit)
         if there is not None:
             self.touch(there)
@@ -176,7 +176,7 @@ class LocalMemory:
             block.kept += 1
         node.marks[unit] = snapshot
         self.policy.add(snapshot, 0)
-        self._thin(snapshot)
+        self._thin(snapshot, to_pin)
 
     def touch(self, snapshot: LocalSnapshot) -> None:
         """It was used."""
@@ -226,17 +226,18 @@ class LocalMemory:
             self.drop(shared)
         return shared is not None
 
-    def _thin(self, newest: LocalSnapshot) -> None:
+    def _thin(self, newest: LocalSnapshot, to_pin: set[int]) -> None:
         """Keep a path's snapshots few: drop the one that is closest behind another, which costs the least to compute
         again. Places where several prefixes part are kept."""
         path = list(on_path(newest.node))
         ends = [*(end for end, _ in path), 0]
-        if len(path) <= min(max(WORTH * ends[0] // max(1, newest.cells), FEWEST), MOST):
+        count = sum(end not in to_pin for end, _ in path)
+        if count <= min(max(WORTH * ends[0] // max(1, newest.cells), FEWEST), MOST):
             return
         gaps = [
             (ends[i] - ends[i + 1], snapshot)
-            for i, (_, snapshot) in enumerate(path)
-            if snapshot is not newest and not snapshot.pins and not _parts(snapshot)
+            for i, (end, snapshot) in enumerate(path)
+            if snapshot is not newest and end not in to_pin and not snapshot.pins and not _parts(snapshot)
         ]
         if gaps:
             self.drop(min(gaps, key=lambda gap: gap[0])[1])

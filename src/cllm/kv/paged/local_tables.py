@@ -146,7 +146,9 @@ class LocalTables:
         table = sequence.local
         if table is not None and 0 < end <= allocation_of(sequence).indexed:
             place = self._arena.prefixes.find_held(sequence, end)
-            self._memory().keep(table, place.node, place.inside // self._arena.prefixes.tree.unit_bytes, end)
+            inside = place.inside // self._arena.prefixes.tree.unit_bytes
+            to_pin = {place // self._arena.block_size for place in sequence.to_pin}
+            self._memory().keep(table, place.node, inside, end, to_pin)
 
     def meet(self, running: KVSequence, waiting: KVSequence) -> None:
         """`waiting` will go on from what `running` is computing now: keep what that needs where they part."""
