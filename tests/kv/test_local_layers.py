@@ -88,3 +88,22 @@ def test_of_too_many_places_those_to_pin_stay() -> None:
         kv.pin(sequence, mark)
         assert mark.refusal is None and mark.pinned_tokens == place
     kv.check()
+
+
+def test_what_pins_share_is_counted_once() -> None:
+    class Marked(KVSequence):
+        to_pin = places = (80, 84, 88)
+
+    backend, kv = paged(blocks=400, window=33, pin_limit=1.0)
+    sequence = Marked([1] * 150)
+    assert kv.admit(sequence) == 0 and compute_all(backend, kv, sequence)
+    for place in sequence.to_pin:
+        kv.pin(sequence, PinMark(place))
+        kv.check()
+    kv.release(sequence)
+    usage = kv.usage()
+    assert usage.pins == 3 and usage.pinned == usage.referenced == 22 + 2 * (8 + 2)
+    for pin in list(kv.pins.all.by_id):
+        assert kv.unpin(pin)
+        kv.check()
+    assert kv.usage().pinned == kv.usage().referenced == 0

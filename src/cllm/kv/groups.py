@@ -86,11 +86,13 @@ class LocalBlock:
     """A block of the local layers. Tables of running sequences and pinned snapshots use it, snapshots keep it; when
     nobody does either, its cells are free."""
 
-    __slots__ = ("cells", "kept", "number", "users")
+    __slots__ = ("cells", "kept", "number", "pins", "users")
 
     def __init__(self, cells: list[int]) -> None:
         self.cells = cells
         self.users = 0
+        self.pins = 0
+        """How many of the users are pinned snapshots."""
         self.kept = 0
         self.number = 0
         """Its id as the holder of its cells."""

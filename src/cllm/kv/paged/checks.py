@@ -44,6 +44,7 @@ def _check_local(arena: Arena, local: LocalMemory, held: NDArray[np.int32]) -> I
     """Every local block has as many users and keepers as it counts, and its cells no other holder."""
     users: Counter[int] = Counter()
     kept: Counter[int] = Counter()
+    pins: Counter[int] = Counter()
     for sequence in arena.running.values():
         table = sequence.local
         if table is None:
@@ -58,11 +59,13 @@ def _check_local(arena: Arena, local: LocalMemory, held: NDArray[np.int32]) -> I
     for snapshot in local.policy:
         numbers = [block.number for block in snapshot.blocks]
         kept.update(numbers)
-        users.update(numbers * snapshot.pins)
+        pins.update(numbers * snapshot.pins)
         if not any(mark is snapshot for mark in snapshot.node.marks.values()):
             raise AssertionError("a snapshot is not where it says it is")
+    users.update(pins)
     for number, block in local.all.items():
-        if (block.users, block.kept) != (users[number], kept[number]) or not (block.users or block.kept):
+        counted = (block.users, block.kept, block.pins)
+        if counted != (users[number], kept[number], pins[number]) or not (block.users or block.kept):
             raise AssertionError("a local block counts its users or keepers wrong")
         if arena.holders.owners.get(number) is not block or any(arena.pool.holders[i] != number for i in block.cells):
             raise AssertionError("a local block is not the holder of its cells")

@@ -197,15 +197,24 @@ class LocalMemory:
         for unit in [unit for unit in node.marks if unit > units]:
             self.drop(node.marks[unit])
 
-    def pin(self, snapshot: LocalSnapshot) -> None:
+    def pin(self, snapshot: LocalSnapshot) -> int:
+        """Returns how many of its cells no other pin uses."""
+        more = unpinned_cells(snapshot)
         snapshot.pins += 1
         for block in snapshot.blocks:
+            block.pins += 1
             self.use(block)
+        return more
 
-    def unpin(self, snapshot: LocalSnapshot) -> None:
+    def unpin(self, snapshot: LocalSnapshot) -> int:
         snapshot.pins -= 1
         for block in snapshot.blocks:
+            block.pins -= 1
             self.leave(block)
+        return unpinned_cells(snapshot)
+
+    def count_pinned(self) -> int:
+        return sum(len(block.cells) for block in self.all.values() if block.pins)
 
     def unused_cells(self, snapshot: LocalSnapshot | None) -> int:
         """Evictable cells that a sequence which enters there would use."""
@@ -241,6 +250,10 @@ class LocalMemory:
         ]
         if gaps:
             self.drop(min(gaps, key=lambda gap: gap[0])[1])
+
+
+def unpinned_cells(snapshot: LocalSnapshot) -> int:
+    return sum(len(block.cells) for block in snapshot.blocks if not block.pins)
 
 
 def on_path(node: BlockNode) -> Iterator[tuple[int, LocalSnapshot]]:

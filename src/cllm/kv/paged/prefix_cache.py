@@ -17,7 +17,7 @@ from cllm.kv.eviction import EvictionPolicy, make_policy
 from cllm.kv.groups import LocalBlock
 from cllm.kv.paged.block_table import BlockAllocation, BlockMatch, BlockNode, allocation_of
 from cllm.kv.paged.holder_ids import HolderIds
-from cllm.kv.paged.local import LocalMemory, LocalSnapshot
+from cllm.kv.paged.local import LocalMemory, LocalSnapshot, unpinned_cells
 from cllm.kv.paged.pool import BlockPool
 from cllm.kv.radix import COMMON_SPACE, TOKEN_BYTES, PrefixMatch, RadixTree
 from cllm.kv.sequence import KVSequence
@@ -158,7 +158,7 @@ class PrefixCache:
     def unpinned_blocks(self, found: BlockMatch) -> int:
         """Blocks of a matched prefix that no pin uses yet."""
         blocks, snapshot = self._blocks_below(found, lambda node: node.pins > 0), self.snapshot_at(found)
-        return blocks if snapshot is None or snapshot.pins else blocks + snapshot.cells
+        return blocks if snapshot is None else blocks + unpinned_cells(snapshot)
 
     def _blocks_below(self, found: BlockMatch, is_used: Callable[[BlockNode], bool]) -> int:
         """Blocks of a matched prefix below the last used node. Using a node uses its ancestors, too."""
@@ -177,8 +177,7 @@ class PrefixCache:
         snapshot = self.snapshot_at(found)
         node = self._cut(found)
         if self._local is not None and snapshot is not None:
-            self.pinned += 0 if snapshot.pins else snapshot.cells
-            self._local.pin(snapshot)
+            self.pinned += self._local.pin(snapshot)
         self.lock(node)
         for part in node.path():
             if part.pins == 0:
@@ -189,8 +188,7 @@ class PrefixCache:
     def unpin(self, node: BlockNode) -> None:
         snapshot: LocalSnapshot | None = node.marks.get(len(node.value))
         if self._local is not None and snapshot is not None:
-            self._local.unpin(snapshot)
-            self.pinned -= 0 if snapshot.pins else snapshot.cells
+            self.pinned -= self._local.unpin(snapshot)
         for part in node.path():
             part.pins -= 1
             if part.pins == 0:
@@ -343,7 +341,8 @@ class PrefixCache:
     def examine(self, uses: dict[int, int], pins: dict[int, int], held: NDArray[np.int32], piece: int) -> Iterator[int]:
         """Check the tree, and add one to `held` for each of its blocks. `uses` has the references to each node by its
         id, `pins` those of them that are pins."""
-        evictable = pinned = leaves = 0
+        evictable = leaves = 0
+        pinned = 0 if self._local is None else self._local.count_pinned()
         blocks: list[int] = []  # checked in batches: numpy is slower than Python for single blocks
         numbers: list[int] = []
         for node in self.tree.examine():
@@ -361,7 +360,6 @@ class PrefixCache:
             evictable += size if node.references == 0 else 0
             leaves += not (node.references or node.children)
             pinned += size if node.pins else 0
-            pinned += sum(snapshot.cells for snapshot in node.marks.values() if snapshot.pins)
             if size >= piece:
                 for begin in range(0, size, piece):
                     yield self._count(node.value[begin : begin + piece], node.number, held)
