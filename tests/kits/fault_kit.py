@@ -47,7 +47,7 @@ LASTING_WAYS = ("error", "aborted", "bug")
 
 KV_CALLS = (
     "peek", "admit", "arrange", "grow", "commit", "verify", "rewind", "fork", "release", "maintain", "reset", "usage",
-    "details", "examine", "remove_range", "shift", "fetch", "drain", "pin", "grow_within_free", "truncate",
+    "details", "examine", "remove_range", "shift", "fetch", "drain", "pin", "grow_within_free", "truncate", "meet",
 )  # fmt: skip
 OPS_CALLS = (
     "copy_blocks", "move_blocks", "release_pages", "prepare_pages", "resident_bytes",
