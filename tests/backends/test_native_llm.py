@@ -136,7 +136,7 @@ class Sabotage:
 
 def test_a_lost_context_is_rebuilt_and_nothing_shows(llm: LLM, alone: list[list[Any]]) -> None:
     def lose(step: int, chunks: Sequence[Chunk]) -> None:
-        if step == 9:
+        if step == 4:  # with drafts there may be few more
             raise BackendError("the arena is gone", fatal=True)
 
     before = engine_of(llm).snapshot.rebuilds

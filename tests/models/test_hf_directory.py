@@ -54,6 +54,45 @@ def test_what_the_architectures_mean(tmp_path: Path) -> None:
     assert HFModel.open(directory).spec.tied is True
 
 
+def layers_of(path: Path, name: str, **changes: Any) -> list[AttentionSpec]:
+    config = {"architectures": [name], "num_hidden_layers": 6, **changes}
+    return [layer.attention for layer in HFModel.open(write_directory(path, config=config)).spec.layers]
+
+
+def test_which_layers_have_a_window_and_how_they_turn(tmp_path: Path) -> None:
+    """As older files say it, without a list of layers."""
+    gemma = {"sliding_window": 64, "hidden_act": "gelu_pytorch_tanh", "rope_scaling": {"type": "linear", "factor": 8.0}}
+    gemma3 = layers_of(tmp_path, "Gemma3ForCausalLM", query_pre_attn_scalar=64, head_dim=8, **gemma)
+    assert [each.window for each in gemma3] == [64] * 5 + [0] and gemma3[0].scale == 0.125
+    rotations = [each.rotation for each in gemma3]
+    assert rotations[0] == Rotation(1e4, 8, neox=True) and rotations[5] == Rotation(1e6, 8, neox=True, scale=8.0)
+    assert [each.window for each in layers_of(tmp_path, "Gemma2ForCausalLM", **gemma)] == [64, 0] * 3
+    exaone = layers_of(tmp_path, "Exaone4ForCausalLM", sliding_window=64)
+    assert [each.window for each in exaone] == [64, 64, 64, 0, 64, 64]
+    assert [each.rotation is None for each in exaone] == [not each.window for each in exaone]
+    assert [each.rotation is None for each in layers_of(tmp_path, "SmolLM3ForCausalLM")] == [0, 0, 0, 1, 0, 0]
+    wide = layers_of(tmp_path, "MistralForCausalLM", sliding_window=256)  # no text is longer
+    assert [each.window for each in wide] == [0] * 6
+    long = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0]}
+    (rotation, *_) = (each.rotation for each in layers_of(tmp_path, "Phi3ForCausalLM", rope_scaling=long))
+    assert rotation is not None and rotation.divisors == (1.0,) * 4  # trained for all of its context
+    long["original_max_position_embeddings"] = 64
+    (rotation, *_) = (each.rotation for each in layers_of(tmp_path, "Phi3ForCausalLM", rope_scaling=long))
+    assert rotation is not None and rotation.divisors == (1.0, 2.0, 3.0, 4.0) and rotation.magnitude > 1
+
+
+def test_gemma_4_as_its_first_files_say_it(tmp_path: Path) -> None:
+    changes = {"global_head_dim": 16, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "sliding_window": 64}
+    shared = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 0, "layer_types": ["sliding_attention"] * 3 * 2}
+    shared["layer_types"][2] = shared["layer_types"][5] = "full_attention"
+    layers = layers_of(tmp_path, "Gemma4ForCausalLM", head_dim=8, hidden_act="gelu_pytorch_tanh", **changes, **shared)
+    assert [(each.head_dim_k, each.n_kv_heads, each.v_is_k) for each in layers] == [
+        *[(8, 2, False)] * 2, (16, 1, True), *[(8, 2, False)] * 2, (16, 1, True)
+    ]  # fmt: skip
+    assert [each.kv_from for each in layers] == [None] * 4 + [3, 2]
+    assert layers[2].rotation is not None and layers[2].rotation.divisors == (1.0, 1.0, *[float("inf")] * 6)
+
+
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_rope_as_older_and_newer_files_write_it(key: str, tmp_path: Path) -> None:
     def read(**rope: Any) -> Rotation:
@@ -81,8 +120,15 @@ def test_rope_as_older_and_newer_files_write_it(key: str, tmp_path: Path) -> Non
         ({"mlp_bias": True}, "mlp_bias is True"),
         ({"sliding_window": 128}, "sliding_window is 128"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type is 'yarn', but only default"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}}, "rope_scaling.rope_type is 'ntk', but only default"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ({"architectures": ["Cohere2ForCausalLM"]}, "architectures is ['Cohere2ForCausalLM'], not one of"),
+        ({"architectures": ["Gemma4ForCausalLM"], "enable_moe_block": True}, "enable_moe_block is True"),
+        ({"architectures": ["Ernie4_5ForCausalLM"], "use_bias": True}, "use_bias is True"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {}}, "text_config is {}, not one of"),
+        ({"architectures": ["Olmo3ForCausalLM"], "sliding_window": 9, "layer_types": ["full"]}, "layer_types is"),
+        ({"attention_multiplier": 0.5}, "attention_multiplier is 0.5"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
         ({"head_dim": 7}, "head_dim is 7"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "64"}, "hidden_size is '64', not a valid size"),
@@ -261,7 +307,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
             "rope_scaling",
         ),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "full_attention"),
-        ({"rope_parameters": {}, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_parameters": {}, "rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
     ],
 )
 def test_no_kind_of_rope_is_passed_over(settings: dict[str, Any], named: str, tmp_path: Path) -> None:

@@ -25,19 +25,20 @@ def compiled(kernel: Any, kinds: dict[str, str], constants: dict[str, Any], warp
     assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
 
 
-def attention(kv_type: str, dim: int) -> None:
+def attention(kv_type: str, dim: int, window: int = 0, softcap: float = 0.0, *, sinks: bool = False) -> None:
     kinds = {"kv": NARROW[kv_type], "scales": "*fp16" if kv_type == "int8" else NARROW[kv_type], "factor": "fp32"}
-    common = {"heads": 32, "group": 4, "dim": dim, "size": 16, "scaled": kv_type == "int8"}
+    common = {"heads": 32, "group": 4, "dim": dim, "size": 16, "scaled": kv_type == "int8", "softcap": softcap}
+    more: dict[str, Any] = {"window": window} | ({} if sinks else {"sinks": None})
     for shared in (False, True):
         decode = {"kv_heads": 8, "group_padded": 16, "tile": sizes.DECODE_TILE, "shared": shared, "chained": not shared}
-        compiled(attention_kernels.decode_kernel, kinds, common | decode)
+        compiled(attention_kernels.decode_kernel, kinds, common | decode | more)
     together = {"together": 16, "queries": 64, "tile": sizes.WIDE_DECODE_TILE}
     compiled(attention_kernels.shared_kernel, kinds, common | together)
     prompt = {"q_tile": sizes.PROMPT_QUERIES, "tile": sizes.PROMPT_TILE}
-    compiled(attention_kernels.prompt_kernel, kinds, common | prompt, 8)
+    compiled(attention_kernels.prompt_kernel, kinds, common | prompt | more, 8)
     fixed = {"split": sizes.INVARIANT_SPLIT, "tile": sizes.INVARIANT_TILE, "height": sizes.INVARIANT_QUERIES}
     for parted in (False, True):
-        compiled(attention_kernels.invariant_kernel, kinds, common | fixed | {"kv_heads": 8, "parted": parted})
+        compiled(attention_kernels.invariant_kernel, kinds, common | fixed | more | {"kv_heads": 8, "parted": parted})
 
 
 def products() -> None:
@@ -63,5 +64,7 @@ def products() -> None:
 if __name__ == "__main__":
     attention("bf16", 128)
     attention("int8", 64)
+    attention("bf16", 256, window=1024, softcap=50.0)
+    attention("bf16", 64, window=128, sinks=True)
     products()
     print("all")

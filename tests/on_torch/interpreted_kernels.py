@@ -17,17 +17,18 @@ from triton.runtime import interpreter
 
 from cllm.backends.base import Chunk
 from cllm.backends.torch import gemv, shared_prefixes, triton_linear, triton_operations
-from cllm.backends.torch.arena import KV_DTYPES, Arena
+from cllm.backends.torch.arena import KV_DTYPES, Arena, LayerMemory
 from cllm.backends.torch.batch import StepBatch, make_batch
 from cllm.backends.torch.linear import dequantise, quantise_rows
 from cllm.backends.torch.model import Layer, Model, Weights
 from cllm.backends.torch.operations import PlainOperations
-from cllm.backends.torch.rotations import rotation_table
+from cllm.backends.torch.reference import Attention
+from cllm.backends.torch.rotations import rotation_table, temperature_table
 from cllm.backends.torch.shared_prefixes import SharedPrefixes, find_shared
 from cllm.backends.torch.triton_linear import ProductTile
 from cllm.backends.torch.triton_operations import TritonOperations
 from cllm.kv.ops import BlockGeometry
-from cllm.models.spec import ModelSpec
+from cllm.models.spec import AttentionSpec, ModelSpec, Rotation, Temperature
 from spec_kit import make_spec
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -76,9 +77,27 @@ def multiply_row_by_row() -> None:
 
 
 def decoder(
-    *, norms: bool = False, group: int = 2, head_dim: int = 16, n_layers: int = 2, kv_heads: int = 2
+    *, norms: bool = False, group: int = 2, head_dim: int = 16, n_layers: int = 2, kv_heads: int = 2, **others: Any
 ) -> ModelSpec:
-    return make_spec(n_layers, 64, kv_heads * group, kv_heads, head_dim, 96, 100, qk_norm="head" if norms else "")
+    norm = {"qk_norm": "head" if norms else ""}
+    return make_spec(n_layers, 64, kv_heads * group, kv_heads, head_dim, 96, 100, **(norm | others))
+
+
+WINDOW = {"window": 21, "rotation": Rotation(10000.0, 8, neox=True, magnitude=1.3)}
+RICH: dict[str, ModelSpec] = {
+    "window": decoder(group=3, **WINDOW),
+    "cap": decoder(softcap=1.5, scale=0.6, temperature=Temperature(0.4, 16)),
+    "sinks": decoder(norms=True, sinks=True),
+    "all": decoder(**WINDOW, softcap=1.5, sinks=True, qk_norm="row", v_norm=True),
+    "norms last": decoder(norms=True, qk_norm_last=True),
+    "values of keys": decoder(norms=True, v_is_k=True, v_norm=True),
+    "another's keys": replace(
+        decoder(norms=True), layers=decoder(norms=True).layers[:1] + decoder(norms=True, kv_from=0).layers[:1]
+    ),
+}
+"""Attention with more than plain decoders have."""
+SIZES = replace(decoder(), layers=(decoder(head_dim=32, kv_heads=1).layers[0], *decoder(head_dim=16).layers))
+"""Layers whose heads differ in size."""
 
 
 def chunk(tokens: Sequence[int], start: int, blocks: Sequence[int]) -> Chunk:
@@ -123,9 +142,16 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-def values_of(arena: Arena) -> torch.Tensor:
-    values = arena.data.double()
-    return values if arena.scales is None else values * arena.scales.double()[..., None]
+def values_of(arena: Arena, layer: int = 0) -> torch.Tensor:
+    """Keys and values of a layer, [cells, 2, KV heads, places, head_dim]."""
+    memory = arena.layers[layer]
+    planes = [memory.keys.double(), memory.values.double()]
+    if memory.key_scales is not None and memory.value_scales is not None:
+        planes = [
+            planes[0] * memory.key_scales.double()[..., None],
+            planes[1] * memory.value_scales.double()[..., None],
+        ]
+    return torch.stack(planes, 1)
 
 
 def arenas(spec: ModelSpec, kv_type: str) -> tuple[Arena, Arena]:
@@ -139,23 +165,33 @@ def arenas(spec: ModelSpec, kv_type: str) -> tuple[Arena, Arena]:
     return pair[0], pair[1]
 
 
+def attention_of(own: AttentionSpec, dtype: torch.dtype, *, wide: bool = False) -> Attention:
+    """With random norms and sinks; `wide`: the same ones in float64."""
+    torch.manual_seed(5)
+    sizes = {"row": (own.q_size, own.k_size)}.get(own.qk_norm, (own.head_dim_k,) * 2)
+    norms = [torch.rand(size).to(DEVICE, dtype) if own.qk_norm else None for size in sizes]
+    sinks = torch.randn(own.n_heads).to(DEVICE, dtype) if own.sinks else None
+    tables = [rotation_table(own.rotation, own.head_dim_k, 512).to(DEVICE)]
+    tables.append(temperature_table(own.temperature, 512).to(DEVICE) if own.temperature else None)
+    parts = [*tables, *norms, sinks]
+    return Attention(own, 1e-5, *(part.double() if wide and part is not None else part for part in parts))
+
+
 def attention(spec: ModelSpec, batch: StepBatch, dtype: torch.dtype, kv_type: str, invariant: bool = False) -> Errors:
     torch.manual_seed(0)
     arena, other = arenas(spec, kv_type)
-    sizes = spec.layers[0].attention
-    assert sizes.rotation is not None
-    qkv = torch.randn(len(batch.tokens), sizes.qkv_size).to(DEVICE, dtype)
-    norms = [torch.rand(sizes.head_dim_k).to(DEVICE, dtype) if sizes.qk_norm else None for _ in range(2)]
-    rotations = rotation_table(sizes.rotation, 512).to(DEVICE)
+    own = spec.layers[1].attention
+    shared = own.qkv_size if own.kv_from is None else own.q_size
+    qkv = torch.randn(len(batch.tokens), shared - own.v_is_k * own.v_size).to(DEVICE, dtype)
+    narrow, wide = attention_of(own, dtype), attention_of(own, dtype, wide=True)
     operations = TRITON.invariant() if invariant else TRITON
-    queries = operations.rotate_and_store(qkv, *norms, spec, rotations, batch, arena, 1)
-    wide = [None if norm is None else norm.double() for norm in norms]
-    expected = PLAIN.rotate_and_store(qkv.double(), *wide, spec, rotations.double(), batch, other, 1)
-    errors = {"queries": relative(queries, expected), "kv": relative(values_of(arena), values_of(other))}
-    exact = Arena(spec, BlockGeometry(BLOCKS, BLOCK), "f32", DEVICE)
-    exact.data = values_of(arena)
-    found = operations.attend(queries, arena, 1, batch)
-    errors["attend"] = relative(found, PLAIN.attend(queries.double(), exact, 1, batch))
+    queries = operations.rotate_and_store(qkv, narrow, batch, arena.layers[1])
+    expected = PLAIN.rotate_and_store(qkv.double(), wide, batch, other.layers[1])
+    stored = values_of(arena, 1)
+    errors = {"queries": relative(queries, expected), "kv": relative(stored, values_of(other, 1))}
+    exact = LayerMemory(stored[:, 0], stored[:, 1], None, None, "f32")
+    found = operations.attend(queries, narrow, batch, arena.layers[1])
+    errors["attend"] = relative(found, PLAIN.attend(queries.double(), wide, batch, exact))
     return errors
 
 
@@ -170,7 +206,8 @@ def elementwise(dtype: torch.dtype) -> Errors:
         "norm": relative(TRITON.rms_norm(x, weight, 1e-5), PLAIN.rms_norm(x.double(), weight.double(), 1e-5)),
         "add_norm": relative(normed, expected),
         "residual": relative(summed, exact),
-        "silu": relative(TRITON.silu_multiply(gate_up), PLAIN.silu_multiply(gate_up.double())),
+        "silu": relative(TRITON.gate_multiply(gate_up, "silu"), PLAIN.gate_multiply(gate_up.double(), "silu")),
+        "gelu": relative(TRITON.gate_multiply(gate_up, "gelu"), PLAIN.gate_multiply(gate_up.double(), "gelu")),
     }
 
 
@@ -218,9 +255,16 @@ def random_weights(spec: ModelSpec, dtype: torch.dtype = torch.float32, *, fp8: 
         sizes = (spec.n_embd, attention.head_dim_k, attention.head_dim_k, spec.n_embd)
         norms = [torch.rand(size).to(DEVICE, dtype) for size in sizes]
         bias, output = torch.randn(attention.qkv_size).to(DEVICE, dtype), matrix(spec.n_embd, attention.q_size)
-        gate_up, down = matrix(2 * n_ff, spec.n_embd), matrix(spec.n_embd, n_ff)
         made = Layer(
-            norms[0], matrix(attention.qkv_size, spec.n_embd), bias, *norms[1:3], output, norms[3], gate_up, down
+            qkv=matrix(attention.qkv_size, spec.n_embd),
+            output=output,
+            gate_up=matrix(2 * n_ff, spec.n_embd),
+            down=matrix(spec.n_embd, n_ff),
+            qkv_bias=bias,
+            attention_norm=norms[0],
+            q_norm=norms[1],
+            k_norm=norms[2],
+            ffn_norm=norms[3],
         )
         if fp8:
             made.scales = {}
@@ -321,7 +365,20 @@ def all_errors() -> Iterator[tuple[str, Callable[[], Errors]]]:
         yield label, lambda dtype=dtype: elementwise(dtype)
         if not (INTERPRETED and dtype == torch.bfloat16):
             yield f"{label} product", lambda dtype=dtype: products(dtype)
+    few = [chunk([9], length - 1, FAR) for length in (5, 21, 22, 33, 64, 80)]
+    for label, shape in (RICH | {"sizes": SIZES}).items():
+        for mode, invariant in (("fast", False), ("invariant", True)):
+            yield (
+                f"f32 {mode} {label}",
+                lambda shape=shape, invariant=invariant: attention(shape, mixed, f32, "f32", invariant),
+            )
+    for label in ("window", "all"):
+        yield f"f32 single {label}", lambda label=label: attention(RICH[label], batch_of(few), f32, "f32")
+    for label in ("cap", "sinks"):
+        yield f"f32 shared {label}", lambda label=label: attention(RICH[label], sharing_batch(), f32, "f32")
+    yield "int8 cache window", lambda: attention(RICH["all"], mixed, f32, "int8")
     small = decoder(norms=True, n_layers=1, kv_heads=1)
+    yield "bits window", lambda: invariance(decoder(n_layers=1, kv_heads=1, **WINDOW), f32, "f32", length=70)
     yield "bits int8", lambda: invariance(small, f32, "int8", fp8=True)
     thirds = decoder(group=3, n_layers=1, kv_heads=1)
     yield "bits f16", lambda: invariance(thirds, torch.float16, "f16")

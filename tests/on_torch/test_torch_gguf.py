@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 import torch
 
+from architecture_kit import TINY, write_tiny
 from cllm.backends.torch.backend import TorchBackend
 from cllm.backends.torch.batch import make_batch
 from cllm.backends.torch.sources import open_source, spec_of, unsupported
-from cllm.backends.torch.weights import check_source
 from cllm.kv.ops import BlockGeometry
 from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
 from cllm.text.tokenizer import load_tokenizer
 from cllm_bench.quality.texts import TEXT
 from native_kit import write_model
+from plain_model import PlainModel
 from step_kit import Rig, random_tokens
 from torch_kit import BLOCK, Floats, chunk, table
 
@@ -66,12 +67,20 @@ def test_small_models_are_what_native_computes(options: dict[str, object], tmp_p
     assert (found.argmax(1) == expected.argmax(1)).mean() > (0.8 if rounded else 0.97)
 
 
+@pytest.mark.parametrize("name", TINY)
+def test_every_architecture_is_what_its_description_says(name: str, tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "tiny.gguf", TINY[name])
+    tokens = [token % 97 for token in TOKENS[:70]]
+    expected = PlainModel(GGUFModel.open(path)).logits(tokens)
+    assert np.abs(logits_of_all(path, tokens) - expected).max() < 1e-3 * expected.std()
+
+
 def test_every_tensor_has_its_place(tmp_path: Path) -> None:
     for arch in ("llama", "qwen2", "qwen3"):
         model = GGUFModel.open(write_model(tmp_path / f"{arch}.gguf", arch=arch, rope_scaling="linear"))
         assert unsupported(model) is None
         with open_source(model) as source:
-            check_source(source, spec_of(model))
+            assert len(list(source.tensors(spec_of(model)))) == len(model.tensors)
 
 
 def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:

@@ -290,8 +290,8 @@ def test_others_do_not_take_directories(backend: str, directory: Path) -> None:
 
 
 def test_torch_by_name_says_what_it_cannot_run(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"torch cannot run yarn\.gguf: .*yarn.*; use --backend auto"):
-        opened(write_model(tmp_path / "yarn.gguf", rope_scaling="yarn"), "torch")
+    with pytest.raises(ModelError, match=r"torch cannot run odd\.gguf: .*rope_freqs.*; use --backend auto"):
+        opened(write_model(tmp_path / "odd.gguf", arch="qwen2", rope_scaling="llama3"), "torch")
 
 
 def test_without_torch_it_says_how_to_install_it(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +306,7 @@ def test_a_gpu_is_taken_by_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with opened(write_model(tmp_path / "tiny.gguf")).backend as backend:
         assert backend.traits.name == "torch"
     monkeypatch.setattr("cllm.loading.backend_choice._check_llama_cpp_installed", lambda otherwise: None)
-    foreign = write_model(tmp_path / "yarn.gguf", rope_scaling="yarn")
+    foreign = write_model(tmp_path / "odd.gguf", arch="qwen2", rope_scaling="llama3")
     assert choose_backend(load_config(None, {}).config, GGUFModel.open(foreign)) == "llama_cpp"
 
 

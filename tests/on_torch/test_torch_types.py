@@ -16,6 +16,8 @@ from cllm.backends.torch.batch import StepBatch, make_batch
 from cllm.backends.torch.linear import dequantise, quantise_rows
 from cllm.backends.torch.model import Layer, Model, Weights
 from cllm.backends.torch.operations import PlainOperations
+from cllm.backends.torch.reference import Attention
+from cllm.backends.torch.rotations import rotation_table
 from cllm.backends.torch.shared_prefixes import (
     FEWEST_ROWS,
     LEAST_TOKENS,
@@ -93,11 +95,12 @@ def test_attention_over_small_types_is_near_the_exact_one(kv_type: str, limit: f
     values[3] *= 0.01
     queries = torch.randn(tokens, ATTENTION.n_heads, ATTENTION.head_dim_k)
     batch = batch_of(chunk(range(tokens), 0, [5, 2, 9]))
+    attention = Attention(ATTENTION, 1e-5, rotation_table(None, ATTENTION.head_dim_k, tokens))
     attended = []
     for each in (kv_type, "f32"):
         arena = arena_of(each)
-        reference.store(keys, values, arena, 1, batch.slots)
-        attended.append(reference.attend(queries, arena, 1, batch))
+        reference.store(keys, values, arena.layers[1], batch.slots)
+        attended.append(reference.attend(queries, attention, batch, arena.layers[1]))
     assert float((attended[0] - attended[1]).norm() / attended[1].norm()) < limit
 
 
@@ -106,12 +109,14 @@ def test_what_does_not_fit_into_fp8_is_cut_off_and_zeros_stay_zero() -> None:
     vectors = torch.tensor([[1e6, -1e6] * 16, [0.0] * 32]).view(2, 1, 32).expand(2, ATTENTION.n_kv_heads, 32)
     for kv_type, largest in (("fp8", 448.0), ("int8", 1e6)):
         arena = arena_of(kv_type)
-        reference.store(vectors, vectors, arena, 0, batch.slots)
-        stored = arena.data[3, 0].float()
-        if arena.scales is not None:
-            stored *= arena.scales[3, 0].float()[..., None]
-        assert torch.allclose(stored[:, :, 0].abs(), torch.tensor(largest), rtol=1e-3)
-        assert not stored[:, :, 1].any()
+        memory = arena.layers[0]
+        reference.store(vectors, vectors, memory, batch.slots)
+        for plane, scales in ((memory.keys, memory.key_scales), (memory.values, memory.value_scales)):
+            stored = plane[3].float()
+            if scales is not None:
+                stored *= scales[3].float()[..., None]
+            assert torch.allclose(stored[:, 0].abs(), torch.tensor(largest), rtol=1e-3)
+            assert not stored[:, 1].any()
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "bf16", "f32", "fp8", "int8"])

@@ -33,6 +33,19 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32, "beta_fast": 4.0,
+}  # fmt: skip
+LONG = {
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16,
+    "short_factor": [1.0] * 6, "long_factor": [1.0, 1.1, 1.4, 2.0, 3.0, 5.0],
+}  # fmt: skip
+SLIDING = {"sliding_window": 24, "num_hidden_layers": 4}
+GEMMA: dict[str, Any] = SLIDING | {"head_dim": 32, "tie_word_embeddings": True, "rms_norm_eps": 1e-6}
+GEMMA4: dict[str, Any] = GEMMA | {
+    "global_head_dim": 64, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 20.0,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama tied": ("Llama", {"tie_word_embeddings": True}),
@@ -46,23 +59,106 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {"sliding_window": None, "num_key_value_heads": 4}),
 }
+"""Plain decoders."""
+RICH: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral window": ("Mistral", SLIDING),
+    "mistral3": ("Ministral3", {"head_dim": 32, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.3}}),
+    "qwen3 yarn": ("Qwen3", {"head_dim": 32, "rope_parameters": YARN}),
+    "qwen2 window": (
+        "Qwen2",
+        SLIDING | {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"] * 2},
+    ),
+    "gemma2": ("Gemma2", GEMMA | {"query_pre_attn_scalar": 40, "attn_logit_softcapping": 2.0}),
+    "gemma3": ("Gemma3Text", GEMMA | {"num_hidden_layers": 7, "query_pre_attn_scalar": 48}),
+    "gemma3 linear": (
+        "Gemma3Text",
+        GEMMA
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "gemma4": ("Gemma4Text", GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gemma4 E": (
+        "Gemma4Text",
+        GEMMA4
+        | {
+            "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": N_VOCAB, "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    "phi3": ("Phi3", {"sliding_window": 24}),
+    "phi3 longrope": (
+        "Phi3", {"rope_parameters": LONG | {"partial_rotary_factor": 0.75}, "original_max_position_embeddings": 16},
+    ),
+    "granite": (
+        "Granite",
+        {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.4},
+    ),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 5}),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", SLIDING),
+    "exaone4": ("Exaone4", SLIDING | {"sliding_window_pattern": 4}),
+    "exaone4 full": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "glm4": ("Glm4", {"head_dim": 32}),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 32}),
+    "hunyuan": ("HunYuanDenseV1", {"head_dim": 32, "rope_parameters": {
+        "rope_type": "dynamic", "alpha": 10.0, "rope_theta": 1e4, "factor": 1.0}}),
+    "seed_oss": ("SeedOss", {"head_dim": 32}),
+}  # fmt: skip
+"""Decoders with more: layers that differ, windows, caps, norms and scales."""
 
 
 def build(kind: str, seed: int = 0, **others: Any) -> Any:
     """A model of transformers in f32 whose weights are large enough for attention and biases to matter."""
-    family, changes = MODELS[kind]
+    family, changes = (MODELS | RICH)[kind]
     torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")(**(SIZES | changes | others))
+    family = family.removesuffix("Text")
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval().float()
+    return randomised(model, config)
+
+
+def randomised(model: Any, config: Any) -> Any:
+    adds_one = config.model_type in ("gemma2", "gemma3_text")
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:
                 parameter.normal_(0, 1.0 if "embed" in name else parameter.shape[1] ** -0.5)
             else:
-                parameter.normal_(0.0 if name.endswith("bias") else 1.0, 0.2)
+                parameter.normal_(0.0 if name.endswith("bias") or adds_one else 1.0, 0.2)
+            if config.model_type == "gemma4_text" and name.endswith("q_norm.weight"):
+                parameter.mul_(0.15)  # its scores are not divided: attention to one token alone would magnify rounding
         if config.tie_word_embeddings:
             model.lm_head.weight.mul_(config.hidden_size**-0.5 * 4)
     return model
+
+
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+          "image_size": 28, "patch_size": 14}  # fmt: skip
+SEEING: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "Gemma3": ("gemma3", "Gemma3Text", {"vision_config": VISION | {"model_type": "siglip_vision_model"}}),
+    "Mistral3": ("mistral3", "Ministral3", {"vision_config": VISION | {"model_type": "pixtral", "head_dim": 8}}),
+    "Gemma4": ("gemma4 E", "Gemma4Text", {"vision_config": None, "audio_config": None}),
+}
+"""Models of text and images, each with the kind and the class of its text part."""
+
+
+def build_seeing(family: str) -> Any:
+    kind, text, others = SEEING[family]
+    torch.manual_seed(0)
+    changes = SIZES | RICH[kind][1] | {"pad_token_id": 0}
+    config = getattr(transformers, f"{text}Config")(**changes)
+    tied = config.tie_word_embeddings
+    whole = getattr(transformers, f"{family}Config")(text_config=config.to_dict(), tie_word_embeddings=tied, **others)
+    return randomised(getattr(transformers, f"{family}ForConditionalGeneration")(whole).eval().float(), config)
 
 
 def save(model: Any, path: Path, **options: Any) -> Path:
@@ -98,6 +194,14 @@ def all_logits(backend: TorchBackend, tokens: Sequence[int]) -> Floats:
     blocks = table(len(tokens))
     rows_of(backend, [chunk(tokens, 0, blocks, wants=False)])
     return rows_of(backend, [chunk([token], at, blocks) for at, token in enumerate(tokens)])
+
+
+def in_chunks(backend: TorchBackend, tokens: Sequence[int], size: int) -> Floats:
+    """The logits of the last one."""
+    blocks = table(len(tokens))[::-1]
+    for start in range(0, len(tokens), size):
+        rows = rows_of(backend, [chunk(tokens[start : start + size], start, blocks)])
+    return rows[0].copy()
 
 
 def greedy(backend: TorchBackend, prompt: Sequence[int], count: int) -> list[int]:

@@ -58,6 +58,7 @@ def torch_refusal(model: Model) -> str | None:
 def gpu_refusal(config: Config, model: Model) -> str | None:
     """Why a model that torch can run would not start with these settings on this GPU, or None. Nothing is loaded."""
     from cllm.backends.torch.device import choose_device, choose_operations, unsupported_heads
+    from cllm.backends.torch.sources import spec_of
 
     if problems := check_backend_consistency(config, "torch"):
         return problems[0]
@@ -65,7 +66,7 @@ def gpu_refusal(config: Config, model: Model) -> str | None:
         return f"kv.window.recent is {config.kv.window.recent}, and torch has no rolling windows"
     try:
         device = choose_device(config.backend.torch.device)
-        if reason := unsupported_heads(model.spec.layers[0].attention.head_dim_k, device):
+        if reason := unsupported_heads(spec_of(model), device, config.resources.kv_type_k):
             return reason
         choose_operations(device)
         _check_device(config, model, model.path.name, device)

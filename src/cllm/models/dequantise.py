@@ -27,16 +27,18 @@ DEQUANTISED: frozenset[int] = frozenset(int(kind) for kind in GGMLQuantizationTy
 """The tensor types that can be dequantised, as GGML type numbers."""
 
 
-def dequantised_rows(file: TensorFile, model: GGUFModel, name: str, together: int = 1) -> Iterator[NDArray[np.float32]]:
-    """Consecutive rows, always a multiple of `together`; a vector is one row."""
+def dequantised_rows(
+    file: TensorFile, model: GGUFModel, name: str, first: int = 0, count: int | None = None
+) -> Iterator[NDArray[np.float32]]:
+    """Consecutive rows, `count` from `first` on; a vector is one row."""
     info = model.tensors[name]
     kind = GGMLQuantizationType(info.type)
     columns = info.shape[0]
     rows = info.shape[1] if len(info.shape) > 1 else 1
     row_bytes = info.size // rows
-    step = max(1, _PIECE_VALUES // (columns * together)) * together
-    for first in range(0, rows, step):
-        count = min(step, rows - first)
-        raw = file.read(name, first * row_bytes, count * row_bytes)
-        values = dequantize(raw.reshape(count, row_bytes), kind)
-        yield values.astype(np.float32, copy=False).reshape(count, columns)
+    step, end = max(1, _PIECE_VALUES // columns), rows if count is None else first + count
+    for start in range(first, end, step):
+        some = min(step, end - start)
+        raw = file.read(name, start * row_bytes, some * row_bytes)
+        values = dequantize(raw.reshape(some, row_bytes), kind)
+        yield values.astype(np.float32, copy=False).reshape(some, columns)

@@ -16,7 +16,9 @@ from typing import Any
 
 from cllm.errors import ModelError
 from cllm.models.gguf_header import short
-from cllm.models.hf_config import read_config
+from cllm.models.hf_architectures import HFArchitecture
+from cllm.models.hf_config import find_architecture, read_config, text_part
+from cllm.models.hf_tensors import text_tensors
 from cllm.models.json_file import FETCH_AGAIN, Fields, read_json
 from cllm.models.safetensors_file import StoredTensor, read_header
 from cllm.models.spec import ModelSpec
@@ -42,10 +44,12 @@ class HFModel:
     path: Path
     name: str
     spec: ModelSpec
+    architecture: HFArchitecture
     config: Mapping[str, Any] = field(repr=False)
     stamps: Mapping[Path, FileStamp] = field(repr=False)
     """Identify the weight files whose headers were read."""
     tensors: Mapping[str, StoredTensor] = field(repr=False)
+    """A model of more than text has those of its text part here, as if there were nothing else."""
 
     @property
     def weight_type(self) -> str | None:
@@ -59,11 +63,16 @@ class HFModel:
         config = read_json(path / CONFIG, _MAX_CONFIG_BYTES)
         if config is None:
             raise ModelError(f"{path}: has no {CONFIG}, so it is not a Hugging Face model; use another directory")
-        spec = read_config(Fields(path / CONFIG, config))
+        fields = Fields(path / CONFIG, config)
+        text = text_part(fields)
+        architecture = find_architecture(text or fields)
+        spec = read_config(text or fields, architecture)
         stamps, tensors = _read_tensors(path)
-        if config.get("tie_word_embeddings") is None:
-            spec = replace(spec, tied=HF_HEAD not in tensors)
-        return cls(path, path.resolve().name, spec, config, stamps, tensors)
+        if text is not None:
+            tensors = text_tensors(tensors)
+        tied = config.get("tie_word_embeddings")
+        spec = replace(spec, tied=HF_HEAD not in tensors if tied is None else fields.flag("tie_word_embeddings", False))
+        return cls(path, path.resolve().name, spec, architecture, config, stamps, tensors)
 
 
 def is_hf_directory(path: Path) -> bool:

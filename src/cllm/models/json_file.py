@@ -102,6 +102,12 @@ class Fields:
             raise self.invalid(key, "a string")
         return value
 
+    def numbers(self, key: str, count: int) -> list[float]:
+        value = self._get(key, None)
+        if not isinstance(value, list) or len(value) != count:
+            raise self.invalid(key, f"a list of {count} numbers")
+        return [Fields(self.path, {key: each}, self._prefix[:-1]).number(key) for each in value]
+
     def part(self, key: str) -> Fields | None:
         value = self.values.get(key)
         if value is None:

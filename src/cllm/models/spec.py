@@ -17,6 +17,7 @@ from typing import Literal
 from cllm.kv.groups import KVLayout, LayerKV, plan_groups
 from cllm.kv.sizing import KV_TYPES
 
+Activation = Literal["silu", "gelu"]
 MOST_LAYERS = 1 << 16
 """What a file claims beyond that is never there, and would take much memory."""
 
@@ -113,7 +114,7 @@ class AttentionSpec:
 class FeedForwardSpec:
     size: int = 0
     """Values between its matrices."""
-    activation: Literal["silu", "gelu"] = "silu"
+    activation: Activation = "silu"
     """What the gate goes through before it multiplies the other half. gelu: its approximation by tanh."""
 
 

@@ -13,6 +13,7 @@ from cllm.backends.base import Chunk
 from cllm.backends.torch.arena import Arena
 from cllm.backends.torch.batch import make_batch
 from cllm.backends.torch.device import choose_operations
+from cllm.backends.torch.reference import Attention
 from cllm.kv.ops import BlockGeometry
 from cllm_bench.kernels.shapes import Shape
 from cllm_bench.torch_gpu.engines import Place
@@ -32,13 +33,12 @@ def attention_share(place: Place, rows: int, context: int) -> float:
     order = torch.randperm(rows * per_row).tolist()
     tables = [order[row * per_row : (row + 1) * per_row] for row in range(rows)]
     batch = make_batch([Chunk(array("i", [1]), context - 1, True, blocks=table) for table in tables], BLOCK, device)
-    dtype = torch.bfloat16 if place.on_gpu else torch.float32
-    q = torch.randn(rows, n_heads, head_dim, device=device).to(dtype)
+    q = torch.randn(rows, n_heads, head_dim, device=device).to(torch.bfloat16 if place.on_gpu else torch.float32)
     operations = choose_operations(device)
-    seconds = _timed(lambda: operations.attend(q, arena, 0, batch), device)
-    size = (1 << 22) if place.tiny else (4 << 30)
-    big = torch.ones(size // 8, dtype=torch.int64, device=device)
-    return float(arena.data.nbytes / seconds / (size / _timed(big.sum, device)))
+    attention = Attention(spec.layers[0].attention, spec.rms_eps, q)
+    seconds = _timed(lambda: operations.attend(q, attention, batch, arena.layers[0]), device)
+    big = torch.ones((1 << 19) if place.tiny else (1 << 29), dtype=torch.int64, device=device)
+    return float(arena.data.nbytes / seconds / (big.nbytes / _timed(big.sum, device)))
 
 
 def _timed(run: Callable[[], object], device: torch.device, repeats: int = 20) -> float:

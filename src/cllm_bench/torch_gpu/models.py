@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from cllm.backends.torch.sources import DirectorySource
+from cllm.models.tensors import TensorSpec
 
 LOGIT_SPREAD = 3.0
 LAYER_GAIN = 1.5
@@ -166,10 +167,8 @@ def use_random_weights(device: str) -> Iterator[None]:
     """Within the block this process reads no weights from directories: it makes them up."""
     on, read = torch.device(device), DirectorySource.pieces
 
-    def pieces(source: DirectorySource, name: str) -> Iterator[torch.Tensor]:
-        layers = sum(each.endswith(".input_layernorm.weight") for each in source.names)
-        tied = "lm_head.weight" not in source.names
-        yield RandomTensors(on, layers).make(name, source.shape(name), tied=tied)
+    def pieces(source: DirectorySource, item: TensorSpec) -> Iterator[torch.Tensor]:
+        yield RandomTensors(on, source.model.spec.n_layers).make(item.name, item.shape, tied=source.model.spec.tied)
 
     DirectorySource.pieces = pieces  # type: ignore[method-assign,assignment]
     try:

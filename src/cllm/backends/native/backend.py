@@ -47,8 +47,7 @@ from cllm.models.load_progress import LoadProgress
 log = logging.getLogger("cllm")
 
 _NO_WINDOW = (
-    "this model has layers with a sliding window of their own, whose memory is kept apart; set "
-    "kv.free_behind_windows to false, or kv.window.recent for all requests"
+    "some layers of this model have a sliding window of their own; use --backend llama_cpp and set kv.window.recent"
 )
 _POOLING = {"last": 1, "mean": 2, "cls": 3}
 _SCORE_COLUMNS = 90
@@ -75,6 +74,8 @@ class NativeBackend(Backend):
             raise ModelError(f"{model.path}: the native engine cannot run this model: {reason}")
         self.spec = decoder_spec(model, context)
         self.traits = replace(self.traits, pooling=model.pooling, score_weight=1 + _head_share(model))
+        if any(layer.attention.window for layer in self.spec.layers):
+            self.traits = replace(self.traits, no_window=_NO_WINDOW)
         self._kv_types = kv_type_k, kv_type_v
         self._large_pages = large_pages
         self._geometry: BlockGeometry | None = None
@@ -96,8 +97,6 @@ class NativeBackend(Backend):
             raise BackendError("the native engine keeps its K/V in blocks, not in slots")
         self._reserve(geometry)
         self._geometry = geometry
-        if geometry.layout is not None:
-            self.traits = replace(self.traits, no_window=_NO_WINDOW)
 
     @property
     def kv_bytes(self) -> int:
@@ -201,7 +200,9 @@ class NativeBackend(Backend):
 
     @property
     def kv_identity(self) -> dict[str, str | int]:
-        return {"layout": "tiles of 16", "instructions": self._open().instruction_set, "build": _build()}
+        spec = hashlib.sha256(repr(self.spec).encode()).hexdigest()  # LongRoPE turns keys by how long texts may be
+        own = {"layout": "tiles of 16", "instructions": self._open().instruction_set, "build": _build()}
+        return {**own, "spec": spec[:16]}
 
     def describe(self) -> str:
         engine = self._open()

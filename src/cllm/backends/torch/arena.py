@@ -1,4 +1,7 @@
-"""K and V of all sequences, block by block, in one tensor: a block is one piece of memory.
+"""K and V of all sequences: one tensor of equal cells. What a block holds of all layers lies in one cell.
+
+A layer knows its part of a cell as views of the memory, with their own sizes and strides, and asks nothing else; it
+reads the cells that the tables of the step name. A layer that takes the keys and values of another has its views.
 
 int8 stores a vector as value = scale * number, with one scale for each token and KV head. fp8 (e4m3) needs none: what a
 model's keys and values reach is far below its 448, and what is not is cut off there.
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,6 +31,28 @@ _MOVED_BYTES = 64 << 20
 """A move whose source and target overlap goes through a copy of this many bytes at a time."""
 
 
+@dataclass(frozen=True, slots=True)
+class LayerMemory:
+    """A layer's part of every cell."""
+
+    keys: Tensor
+    """[cells, KV heads, places in the block, head_dim], as is `values`"""
+    values: Tensor
+    key_scales: Tensor | None
+    """The same without the last dimension, for int8 alone."""
+    value_scales: Tensor | None
+    kv_type: str
+
+    @property
+    def block_size(self) -> int:
+        return int(self.keys.shape[2])
+
+    @property
+    def v_offset(self) -> int:
+        """Elements from a layer's keys to its values."""
+        return int(self.values.storage_offset() - self.keys.storage_offset())
+
+
 class Arena:
     def __init__(
         self,
@@ -40,12 +66,31 @@ class Arena:
         self.block_size = geometry.block_size
         self.blocks = geometry.blocks
         """Blocks of the pool; spare ones, which belong to no sequence, come after them."""
-        attention = spec.layers[0].attention  # equal in all layers, so far
-        places = geometry.blocks + spare_blocks, spec.n_layers, 2, attention.n_kv_heads, geometry.block_size
-        self.data = _zeros((*places, attention.head_dim_k), KV_DTYPES[kv_type], torch.device(device))
-        """[blocks, layers, keys and values, KV heads, places in the block, head_dim]"""
-        self.scales = _zeros(places, torch.float16, torch.device(device)) if kv_type == "int8" else None
-        """The same without the last dimension, for int8 alone."""
+        shapes = [
+            (own.n_kv_heads, geometry.block_size, dim)
+            for own in (layer.attention for layer in spec.layers)
+            if own.kv_from is None
+            for dim in (own.head_dim_k, own.head_dim_v)
+        ]
+        cells, where = geometry.blocks + spare_blocks, torch.device(device)
+        self.data = _zeros((cells, sum(map(math.prod, shapes))), KV_DTYPES[kv_type], where)
+        """[cells, elements]: keys and values of every layer that has its own, one after another"""
+        self.scales: Tensor | None = None
+        """[cells, vectors], in the same order, for int8 alone."""
+        scales: list[Tensor] | list[None] = [None] * len(shapes)
+        if kv_type == "int8":
+            vectors = [shape[:2] for shape in shapes]
+            self.scales = _zeros((cells, sum(map(math.prod, vectors))), torch.float16, where)
+            scales = _cut(self.scales, vectors)
+        parts = list(zip(_cut(self.data, shapes), scales, strict=True))
+        own = [
+            LayerMemory(keys, values, key_scales, value_scales, kv_type)
+            for (keys, key_scales), (values, value_scales) in zip(parts[::2], parts[1::2], strict=True)
+        ]
+        self.layers: list[LayerMemory] = []
+        for layer in spec.layers:
+            shared = layer.attention.kv_from
+            self.layers.append(own.pop(0) if shared is None else self.layers[shared])
 
     @property
     def device(self) -> torch.device:
@@ -89,6 +134,13 @@ class Arena:
         for move in moves:
             for part in self.parts:
                 _move(part, *move)
+
+
+def _cut(memory: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Views of parts of every cell that follow each other."""
+    sizes = list(map(math.prod, shapes))
+    parts = memory.split(sizes, dim=1)
+    return [part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -4,6 +4,10 @@ K and V are addressed as in `kernels.py`. All kernels go through the context til
 highest score so far (`peak`, in powers of two), the sum of the weights (`total`) and of the weighted values (`sum`).
 The context is cut into splits; what one program found in a split is its state, and states are merged in order by the
 program that is last to finish, which a counter tells.
+
+With a `window`, a query sees so many positions, itself included, and splits before that are left out. With a `softcap`,
+`factor` divides by it, too. `sinks` are scores of the heads that take weight and give no value. Where a model has none
+of these, nothing of them is compiled.
 """
 
 # mypy: ignore-errors
@@ -27,7 +31,7 @@ def _queries(q, kv, at, present):
 @triton.jit
 def _absorb(
     query, sum_, total, peak, visible, seen, place, keys, values, key_scales, value_scales, factor,
-    dim: tl.constexpr, scaled: tl.constexpr,
+    dim: tl.constexpr, scaled: tl.constexpr, softcap: tl.constexpr = 0.0,
 ):  # fmt: skip
     """One more tile of the context. Where a query sees nothing of it, its state stays as it is, to the bit."""
     columns = tl.arange(0, dim)
@@ -36,6 +40,8 @@ def _absorb(
     score = tl.dot(query, tl.trans(key), input_precision="ieee") * factor
     if scaled:
         score *= tl.load(key_scales + place, mask=seen, other=0.0).to(tl.float32)[None, :]
+    if softcap > 0:  # softcap * tanh(score), in powers of two
+        score = (2.0 * tl.sigmoid(2.0 * score) - 1.0) * (softcap * 1.4426950408889634)
     score = tl.where(visible, score, float("-inf"))
     higher = tl.maximum(peak, tl.max(score, axis=1))
     shift = tl.where(higher == float("-inf"), 0.0, higher)
@@ -50,10 +56,25 @@ def _absorb(
 
 
 @triton.jit
-def _merge(sum_, total, peak, other_sum, other_total, other_peak):
+def _merge(sum_, total, peak, other_sum, other_total, other_peak, window: tl.constexpr = 0):
     higher = tl.maximum(peak, other_peak)
-    fade, gain = tl.exp2(peak - higher), tl.exp2(other_peak - higher)
+    shift = higher
+    if window:  # both may have seen nothing
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+    fade, gain = tl.exp2(peak - shift), tl.exp2(other_peak - shift)
     return sum_ * fade[:, None] + other_sum * gain[:, None], total * fade + other_total * gain, higher
+
+
+@triton.jit
+def _result(sum_, total, peak, sinks, head, present):
+    """The weighted mean of the values."""
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=present, other=0.0).to(tl.float32) * 1.4426950408889634
+        higher = tl.maximum(peak, sink)
+        fade = tl.exp2(peak - higher)
+        total = total * fade + tl.exp2(sink - higher)
+        sum_ = sum_ * fade[:, None]
+    return sum_ / total[:, None]
 
 
 @triton.jit
@@ -78,13 +99,13 @@ def _saved(sums, totals, peaks, state, present, dim: tl.constexpr):
 @triton.jit
 def _finish(
     sums, totals, peaks, arrivals, out, target, states, part, first, count, present, sum_, total, peak,
-    dim: tl.constexpr,
+    dim: tl.constexpr, sinks=None, head=None,
 ):  # fmt: skip
     """The result of a row and KV head, if this was all of it or the last part to arrive; `first` parts were before."""
     columns = tl.arange(0, dim)
     at = out + target[:, None] + columns[None, :]
     if count == 1:
-        tl.store(at, (sum_ / total[:, None]).to(out.dtype.element_ty), mask=present[:, None])
+        tl.store(at, _result(sum_, total, peak, sinks, head, present).to(out.dtype.element_ty), mask=present[:, None])
     else:
         _save(sums, totals, peaks, states + part, present, sum_, total, peak, dim)
         tl.debug_barrier()
@@ -95,7 +116,8 @@ def _finish(
             for other in tl.range(1, count, loop_unroll_factor=4):
                 other_sum, other_total, other_peak = _saved(sums, totals, peaks, states + other, present, dim)
                 sum_, total, peak = _merge(sum_, total, peak, other_sum, other_total, other_peak)
-            tl.store(at, (sum_ / total[:, None]).to(out.dtype.element_ty), mask=present[:, None])
+            result = _result(sum_, total, peak, sinks, head, present)
+            tl.store(at, result.to(out.dtype.element_ty), mask=present[:, None])
 
 
 @triton.jit(do_not_specialize=["table_stride", "splits", "split"])
@@ -104,7 +126,7 @@ def decode_kernel(
     table_stride, layer, block_stride, v_offset, splits, split,
     heads: tl.constexpr, kv_heads: tl.constexpr, group: tl.constexpr, group_padded: tl.constexpr, dim: tl.constexpr,
     size: tl.constexpr, tile: tl.constexpr, scaled: tl.constexpr, shared: tl.constexpr,
-    chained: tl.constexpr,
+    chained: tl.constexpr, window: tl.constexpr = 0, softcap: tl.constexpr = 0.0, sinks=None,
 ):  # fmt: skip
     """The queries of one KV head of one row, over one split of its positions."""
     if chained:
@@ -115,7 +137,10 @@ def decode_kernel(
     before = tl.full((), 0, tl.int32)
     if shared:
         before = tl.load(firsts + row)
-    part = before + tl.program_id(2)
+    lowest = tl.full((), 0, tl.int32)
+    if window:
+        lowest = tl.maximum(length - window, 0) // split
+    part = before + lowest + tl.program_id(2)
     first = part * split
     if first >= length:
         return
@@ -130,6 +155,8 @@ def decode_kernel(
     total = tl.zeros([group_padded], tl.float32)
     sum_ = tl.zeros([group_padded, dim], tl.float32)
     base = layer + kv_head * size * dim
+    if window:
+        first = tl.maximum(first, length - window)
     for start in range(first, last, tile):
         at = start + tl.arange(0, tile)
         seen = at < last
@@ -137,12 +164,17 @@ def decode_kernel(
         place = block * (block_stride // dim) + at % size
         sum_, total, peak = _absorb(
             query, sum_, total, peak, seen[None, :], seen, place, kv + base, kv + base + v_offset,
-            scales + base // dim, scales + (base + v_offset) // dim, factor, dim, scaled,
+            scales + base // dim, scales + (base + v_offset) // dim, factor, dim, scaled, softcap,
         )  # fmt: skip
     count = (length + split - 1) // split
+    if window:
+        part, count = part - lowest, count - lowest
     states = (row * heads + head) * splits
     arrival = arrivals + row * kv_heads + kv_head
-    _finish(sums, totals, peaks, arrival, out, target, states, part, before, count, present, sum_, total, peak, dim)
+    _finish(
+        sums, totals, peaks, arrival, out, target, states, part, before, count, present, sum_, total, peak, dim,
+        sinks, head,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["table_stride", "splits", "split"])
@@ -150,7 +182,7 @@ def shared_kernel(
     q, kv, scales, tables, members, extents, sums, totals, peaks, factor,
     table_stride, layer, block_stride, v_offset, splits, split,
     heads: tl.constexpr, group: tl.constexpr, together: tl.constexpr, queries: tl.constexpr, dim: tl.constexpr,
-    size: tl.constexpr, tile: tl.constexpr, scaled: tl.constexpr,
+    size: tl.constexpr, tile: tl.constexpr, scaled: tl.constexpr, softcap: tl.constexpr = 0.0,
 ):  # fmt: skip
     """The queries of one KV head of some rows, over one split of what begins all of them."""
     number, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -175,7 +207,7 @@ def shared_kernel(
         place = block * (block_stride // dim) + at % size
         sum_, total, peak = _absorb(
             query, sum_, total, peak, seen[None, :], seen, place, kv + base, kv + base + v_offset,
-            scales + base // dim, scales + (base + v_offset) // dim, factor, dim, scaled,
+            scales + base // dim, scales + (base + v_offset) // dim, factor, dim, scaled, softcap,
         )  # fmt: skip
     _save(sums, totals, peaks, head * splits + part, present, sum_, total, peak, dim)
 
@@ -184,7 +216,8 @@ def shared_kernel(
 def prompt_kernel(
     q, kv, scales, tables, starts, lengths, out, first_row, factor, table_stride, layer, block_stride, v_offset,
     heads: tl.constexpr, group: tl.constexpr, dim: tl.constexpr, size: tl.constexpr,
-    q_tile: tl.constexpr, tile: tl.constexpr, scaled: tl.constexpr,
+    q_tile: tl.constexpr, tile: tl.constexpr, scaled: tl.constexpr, window: tl.constexpr = 0,
+    softcap: tl.constexpr = 0.0, sinks=None,
 ):  # fmt: skip
     """A tile of a chunk's queries of one head, over everything up to themselves."""
     head, row = tl.program_id(1), first_row + tl.program_id(2).to(tl.int64)
@@ -206,22 +239,31 @@ def prompt_kernel(
     sum_ = tl.zeros([q_tile, dim], tl.float32)
     base = layer + head // group * size * dim
     last = tl.minimum(length, length - tokens + (number + 1) * q_tile)
-    for start in range(0, last, tile):
+    lowest = 0
+    if window:
+        lowest = tl.maximum(length - tokens + number * q_tile - window + 1, 0) // tile * tile
+    for start in range(lowest, last, tile):
         at = start + tl.arange(0, tile)
         seen = at < last
         block = tl.load(tables + row * table_stride + at // size, mask=seen, other=0).to(tl.int64)
         place = block * (block_stride // dim) + at % size
+        visible = at[None, :] <= position[:, None]
+        if window:
+            visible = visible & (at[None, :] > position[:, None] - window)
         sum_, total, peak = _absorb(
-            query, sum_, total, peak, at[None, :] <= position[:, None], seen, place, kv + base, kv + base + v_offset,
-            scales + base // dim, scales + (base + v_offset) // dim, factor, dim, scaled,
+            query, sum_, total, peak, visible, seen, place, kv + base, kv + base + v_offset,
+            scales + base // dim, scales + (base + v_offset) // dim, factor, dim, scaled, softcap,
         )  # fmt: skip
-    tl.store(out + target, (sum_ / total[:, None]).to(out.dtype.element_ty), mask=present[:, None])
+    at = out + target
+    result = _result(sum_, total, peak, sinks, tl.full([q_tile], 0, tl.int32) + head, present)
+    tl.store(at, result.to(out.dtype.element_ty), mask=present[:, None])
 
 
 @triton.jit
 def _split(
     query, position, first, last, table, kv, scales, base, block_stride, v_offset, factor,
     height: tl.constexpr, dim: tl.constexpr, size: tl.constexpr, tile: tl.constexpr, scaled: tl.constexpr,
+    window: tl.constexpr = 0, softcap: tl.constexpr = 0.0,
 ):  # fmt: skip
     """The state of one split, from nothing."""
     peak = tl.full([height], float("-inf"), tl.float32)
@@ -232,9 +274,12 @@ def _split(
         seen = at < last
         block = tl.load(table + at // size, mask=seen, other=0).to(tl.int64)
         place = block * (block_stride // dim) + at % size
+        visible = at[None, :] <= position[:, None]
+        if window:
+            visible = visible & (at[None, :] > position[:, None] - window)
         sum_, total, peak = _absorb(
-            query, sum_, total, peak, at[None, :] <= position[:, None], seen, place, kv + base, kv + base + v_offset,
-            scales + base // dim, scales + (base + v_offset) // dim, factor, dim, scaled,
+            query, sum_, total, peak, visible, seen, place, kv + base, kv + base + v_offset,
+            scales + base // dim, scales + (base + v_offset) // dim, factor, dim, scaled, softcap,
         )  # fmt: skip
     return sum_, total, peak
 
@@ -245,6 +290,7 @@ def invariant_kernel(
     table_stride, layer, block_stride, v_offset, splits,
     heads: tl.constexpr, kv_heads: tl.constexpr, group: tl.constexpr, height: tl.constexpr, dim: tl.constexpr,
     size: tl.constexpr, split: tl.constexpr, tile: tl.constexpr, scaled: tl.constexpr, parted: tl.constexpr,
+    window: tl.constexpr = 0, softcap: tl.constexpr = 0.0, sinks=None,
 ):  # fmt: skip
     """Queries of one KV head, as pairs of a token and a head, `height` at a time, over splits that positions define.
 
@@ -260,9 +306,12 @@ def invariant_kernel(
     begin = tl.load(starts + row).to(tl.int64)
     tokens = (tl.load(starts + row + 1) - begin).to(tl.int32)
     length = tl.load(lengths + row)
-    first = tl.full((), 0, tl.int32)
+    lowest = tl.full((), 0, tl.int32)
+    if window:
+        lowest = tl.maximum(length - tokens + number * height // group - window + 1, 0) // split
+    first = lowest * split
     if parted:
-        first = tl.program_id(2) * split
+        first += tl.program_id(2) * split
     if (number * height >= tokens * group) | (first >= length):
         return
     index = number * height + tl.arange(0, height)
@@ -277,20 +326,24 @@ def invariant_kernel(
     base = layer + kv_head * size * dim
     sum_, total, peak = _split(
         query, position, first, tl.minimum(first + split, end), table, kv, scales, base, block_stride, v_offset,
-        factor, height, dim, size, tile, scaled,
+        factor, height, dim, size, tile, scaled, window, softcap,
     )  # fmt: skip
     if parted:
-        count = (length + split - 1) // split
+        count = (length + split - 1) // split - lowest
         states = (local.to(tl.int64) * heads + kv_head * group + index) * splits
         arrival = arrivals + local * kv_heads + kv_head
-        part = first // split
-        _finish(sums, totals, peaks, arrival, out, target, states, part, 0, count, present, sum_, total, peak, dim)
+        part = first // split - lowest
+        _finish(
+            sums, totals, peaks, arrival, out, target, states, part, 0, count, present, sum_, total, peak, dim,
+            sinks, kv_head * group + index,
+        )  # fmt: skip
     else:
-        for start in range(split, end, split):
+        for start in range(first + split, end, split):
             other_sum, other_total, other_peak = _split(
                 query, position, start, tl.minimum(start + split, end), table, kv, scales, base, block_stride,
-                v_offset, factor, height, dim, size, tile, scaled,
+                v_offset, factor, height, dim, size, tile, scaled, window, softcap,
             )  # fmt: skip
-            sum_, total, peak = _merge(sum_, total, peak, other_sum, other_total, other_peak)
+            sum_, total, peak = _merge(sum_, total, peak, other_sum, other_total, other_peak, window)
         at = out + target[:, None] + columns[None, :]
-        tl.store(at, (sum_ / total[:, None]).to(out.dtype.element_ty), mask=present[:, None])
+        result = _result(sum_, total, peak, sinks, kv_head * group + index % group, present)
+        tl.store(at, result.to(out.dtype.element_ty), mask=present[:, None])

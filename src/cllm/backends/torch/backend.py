@@ -71,7 +71,6 @@ class TorchBackend(Backend):
         progress: ByteProgress | None = None,
     ) -> None:
         """`rows`: the most sequences that will be computed at once."""
-        self.spec = model.spec
         self._label = str(model.path)
         on = choose_device(device)
         self._setup = Setup(on, choose_dtype(dtype, on), kv_type, invariant, rows)
@@ -82,7 +81,10 @@ class TorchBackend(Backend):
             self.traits = replace(self.traits, pooling=model.pooling)
         if self.on_gpu:
             self.traits = replace(self.traits, depth=2, preferred_step_tokens=GPU_STEP_TOKENS)
-        reason = unsupported(model) or unsupported_heads(self.spec.layers[0].attention.head_dim_k, on)
+        reason = unsupported(model)
+        if reason is None:
+            self.spec = spec_of(model)
+            reason = unsupported_heads(self.spec, on, kv_type)
         if reason is not None:
             raise ModelError(f"{self._label}: the torch backend cannot run this model: {reason}")
         if on.type == "cpu":
@@ -90,7 +92,7 @@ class TorchBackend(Backend):
         self._worker = self._load(model, progress)
 
     def _load(self, model: GGUFModel | HFModel, progress: ByteProgress | None) -> DeviceWorker:
-        setup, spec = self._setup, spec_of(model)
+        setup, spec = self._setup, self.spec
         size = weight_bytes(spec, setup.dtype) >> 20
         no_room = ModelError(
             f"{self._label}: its weights take {size} MiB as {dtype_name(setup.dtype)}, and {setup.device} has no "

@@ -13,6 +13,7 @@ from cllm.backends.torch.plain_sampling import PlainSampler
 from cllm.backends.torch.sampling import Sampler
 from cllm.errors import ConfigError
 from cllm.machine import MemoryLimit, install_extra
+from cllm.models.spec import ModelSpec
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "fp8": FP8}
 CAPABILITIES = {"bf16": (8, 0), "fp8": (8, 9)}
@@ -69,11 +70,19 @@ def _check_capability(setting: str, name: str, device: torch.device) -> None:
         )
 
 
-def unsupported_heads(head_dim: int, device: torch.device) -> str | None:
-    """Why the device cannot compute heads of this size, or None."""
-    if not uses_kernels(device) or (head_dim >= 16 and head_dim & (head_dim - 1) == 0):
+def unsupported_heads(spec: ModelSpec, device: torch.device, kv_type: str) -> str | None:
+    """Why the device cannot compute heads of these sizes, or None."""
+    sizes = {dim for layer in spec.layers for dim in (layer.attention.head_dim_k, layer.attention.head_dim_v)}
+    wrong = next((dim for dim in sizes if dim < 16 or dim & (dim - 1)), None)
+    if not uses_kernels(device):
         return None
-    return f"its heads have {head_dim} dimensions, but the kernels need a power of two, at least 16 (use --device cpu)"
+    if wrong is not None:
+        return f"its heads have {wrong} dimensions, but the kernels need a power of two, at least 16 (use --device cpu)"
+    if any(layer.attention.head_dim_k != layer.attention.head_dim_v for layer in spec.layers):
+        return "its keys and values differ in size, which the kernels cannot compute (use --device cpu)"
+    if len(sizes) > 1 and kv_type == "int8":
+        return "its layers differ in the size of their heads, which the kernels cannot store as int8 (use f16)"
+    return None
 
 
 def values_dtype(dtype: torch.dtype) -> torch.dtype:

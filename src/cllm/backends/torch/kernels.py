@@ -1,7 +1,7 @@
 """Triton kernels of what is done row by row: norms, activation, rotation with the writing of K and V.
 
-Strides of K and V are those of one tensor, [blocks, layers, 2, kv heads, block_size, head_dim]; `layer` is an offset
-into a block, in elements, and so is the distance from K to V. Scales, where K and V have them, lie in the same order,
+K and V are those of one layer in all blocks: `layer` is an offset into a block, in elements, and so is the distance
+from K to V; within, both are [kv heads, block_size, head_dim]. Scales, where K and V have them, lie in the same order,
 one for each vector: an offset among them is that among the elements divided by head_dim. Numbers are multiplied as
 float32 and rounded after each operation, as plain torch does it, and as Triton's interpreter can.
 """
@@ -34,13 +34,17 @@ def norm_kernel(x, residual, weight, out, eps, width: tl.constexpr, padded: tl.c
 
 
 @triton.jit
-def silu_kernel(gate_up, out, width, tile: tl.constexpr):
+def gate_kernel(gate_up, out, width, tile: tl.constexpr, gelu: tl.constexpr = False):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * tile + tl.arange(0, tile)
     inside = columns < width
     gate = tl.load(gate_up + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + (row * 2 + 1) * width + columns, mask=inside, other=0.0).to(tl.float32)
-    activated = (gate * tl.sigmoid(gate)).to(out.dtype.element_ty).to(tl.float32)
+    if gelu:  # approximated by tanh, which is 2 sigmoid(2 x) - 1
+        activated = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        activated = gate * tl.sigmoid(gate)
+    activated = activated.to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * width + columns, (activated * up).to(out.dtype.element_ty), mask=inside)
 
 

@@ -3,36 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cllm.backends.torch.arena import Arena
+from cllm.backends.torch.arena import Arena, LayerMemory
 from cllm.backends.torch.batch import StepBatch
 from cllm.backends.torch.operations import FusedProduct, Operations
-from cllm.backends.torch.rotations import rotation_table
-from cllm.models.spec import ModelSpec
+from cllm.backends.torch.reference import Attention
+from cllm.backends.torch.rotations import rotation_table, temperature_table
+from cllm.models.spec import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Layer:
-    attention_norm: Tensor
+    """What a layer does not have is None."""
+
     qkv: Tensor
     """Queries, keys and values, one below the other."""
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
     output: Tensor
-    ffn_norm: Tensor
     gate_up: Tensor
     down: Tensor
-    scales: dict[str, Tensor] | None = None
-    """Scales of the rows of each weight in fp8: qkv, output, gate_up, down."""
+    qkv_bias: Tensor | None = None
     output_bias: Tensor | None = None
+    attention_norm: Tensor | None = None
+    attention_post_norm: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    sinks: Tensor | None = None
+    ffn_norm: Tensor | None = None
+    ffn_post_norm: Tensor | None = None
+    input_gate: Tensor | None = None
+    input_output: Tensor | None = None
+    input_norm: Tensor | None = None
+    output_scale: Tensor | None = None
+    scales: dict[str, Tensor] | None = None
+    """Scales of the rows of each weight in fp8, by its name here."""
 
     def scales_of(self, name: str) -> Tensor | None:
         return None if self.scales is None else self.scales[name]
+
+
+@dataclass(slots=True)
+class LayerInputs:
+    """What gives every layer an input of its own for each token."""
+
+    embedding: Tensor
+    projection: Tensor
+    norm: Tensor
+    scales: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -43,6 +65,7 @@ class Weights:
     head: Tensor
     """The embedding itself where the model ties them, unless the head is in fp8."""
     head_scales: Tensor | None = None
+    inputs: LayerInputs | None = None
 
 
 class Model:
@@ -54,9 +77,8 @@ class Model:
         self.spec = spec
         self.weights = weights
         self._ops = operations.invariant() if invariant else operations
-        rotation = spec.layers[0].attention.rotation  # equal in all layers, so far
-        assert rotation is not None
-        self._rotations = rotation_table(rotation, positions).to(weights.embedding.device)
+        self._one_row = self._ops.one_row if is_plain(spec) else None
+        self._attention = _attentions(spec, weights, positions)
 
     @property
     def shares(self) -> bool:
@@ -68,35 +90,83 @@ class Model:
 
         `before_layer` may end the step by raising.
         """
-        if self._ops.one_row is not None and len(batch.tokens) == 1:
-            return self._forward_one(self._ops.one_row, batch, arena)
+        if self._one_row is not None and len(batch.tokens) == 1:
+            return self._forward_one(self._one_row, batch, arena)
         return self.logits(self.states(batch, arena, before_layer)[batch.wanted.long()])
 
     def logits(self, states: Tensor) -> Tensor:
-        return self._ops.linear(states, self.weights.head, self.weights.head_scales).float()
+        spec = self.spec
+        logits = self._ops.linear(states, self.weights.head, self.weights.head_scales).float()
+        if spec.logit_scale != 1.0:
+            logits *= spec.logit_scale
+        return torch.tanh(logits / spec.logit_softcap) * spec.logit_softcap if spec.logit_softcap else logits
 
     def states(self, batch: StepBatch, arena: Arena, before_layer: Callable[[], None] | None = None) -> Tensor:
         """The hidden states of all tokens, after the last norm."""
-        ops, eps, weights = self._ops, self.spec.rms_eps, self.weights
-        residual = functional.embedding(batch.tokens, weights.embedding)
-        x = ops.rms_norm(residual, weights.layers[0].attention_norm, eps)
-        for index, layer in enumerate(weights.layers):
+        ops, weights, layers = self._ops, self.weights, self.weights.layers
+        residual = self._embed(batch.tokens)
+        inputs = None if weights.inputs is None else self._layer_inputs(batch.tokens, residual, weights.inputs)
+        x = self._normed(residual, layers[0].attention_norm)
+        for index, (layer, spec) in enumerate(zip(layers, self.spec.layers, strict=True)):
             if before_layer is not None:
                 before_layer()
-            x = self._attention(layer, index, x, batch, arena)
-            x = ops.add_rms_norm(x, residual, layer.ffn_norm, eps)
-            x = ops.silu_multiply(ops.linear(x, layer.gate_up, layer.scales_of("gate_up")))
+            x = self._attend(layer, self._attention[index], x, batch, arena.layers[index])
+            x = self._join(x, residual, layer.attention_post_norm, layer.ffn_norm)
+            x = ops.gate_multiply(
+                ops.linear(x, layer.gate_up, layer.scales_of("gate_up")), spec.feed_forward.activation
+            )
             x = ops.linear(x, layer.down, layer.scales_of("down"))
-            last = index + 1 == len(weights.layers)
-            x = ops.add_rms_norm(x, residual, weights.norm if last else weights.layers[index + 1].attention_norm, eps)
+            following = weights.norm if index + 1 == len(layers) else layers[index + 1].attention_norm
+            if inputs is None and layer.output_scale is None:
+                x = self._join(x, residual, layer.ffn_post_norm, following)
+                continue
+            self._join(x, residual, layer.ffn_post_norm, None)
+            if inputs is not None:
+                residual += self._input(layer, spec, residual, inputs[:, index])
+            if layer.output_scale is not None:
+                residual *= layer.output_scale
+            x = self._normed(residual, following)
         return x
 
-    def _attention(self, layer: Layer, index: int, x: Tensor, batch: StepBatch, arena: Arena) -> Tensor:
+    def _embed(self, tokens: Tensor) -> Tensor:
+        embedded, scale = functional.embedding(tokens, self.weights.embedding), self.spec.embedding_scale
+        return embedded if scale == 1.0 else embedded * scale
+
+    def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if weight is None else self._ops.rms_norm(x, weight, self.spec.rms_eps)
+
+    def _join(self, x: Tensor, residual: Tensor, own_norm: Tensor | None, following: Tensor | None) -> Tensor:
+        """`residual` becomes x + residual; what the next matrices begin with is returned."""
+        x, scale = self._normed(x, own_norm), self.spec.residual_scale
+        if scale != 1.0:
+            x = x * scale
+        if following is not None:
+            return self._ops.add_rms_norm(x, residual, following, self.spec.rms_eps)
+        residual += x
+        return residual
+
+    def _attend(self, layer: Layer, attention: Attention, x: Tensor, batch: StepBatch, memory: LayerMemory) -> Tensor:
         ops = self._ops
         qkv = ops.linear(x, layer.qkv, layer.scales_of("qkv"), layer.qkv_bias)
-        q = ops.rotate_and_store(qkv, layer.q_norm, layer.k_norm, self.spec, self._rotations, batch, arena, index)
-        attended = ops.attend(q, arena, index, batch).flatten(1)
+        q = ops.rotate_and_store(qkv, attention, batch, memory)
+        attended = ops.attend(q, attention, batch, memory).flatten(1)
         return ops.linear(attended, layer.output, layer.scales_of("output"), layer.output_bias)
+
+    def _layer_inputs(self, tokens: Tensor, embedded: Tensor, weights: LayerInputs) -> Tensor:
+        """[tokens, layers, values]: of a projection of what all layers get, and of an embedding for them alone."""
+        shape = len(tokens), self.spec.n_layers, self.spec.layer_input_size
+        projected = self._ops.linear(embedded, weights.projection, weights.scales) * self.spec.n_embd**-0.5
+        projected = self._normed(projected.view(-1, shape[2]), weights.norm).view(shape)
+        own = functional.embedding(tokens, weights.embedding).view(shape) * shape[2] ** 0.5
+        return (projected + own) * 2**-0.5
+
+    def _input(self, layer: Layer, spec: LayerSpec, residual: Tensor, own: Tensor) -> Tensor:
+        """What a layer adds because of its own input."""
+        assert layer.input_gate is not None and layer.input_output is not None
+        ops = self._ops
+        gate = ops.linear(residual, layer.input_gate, layer.scales_of("input_gate"))
+        gated = ops.gate_multiply(torch.cat((gate, own), dim=1), spec.feed_forward.activation)
+        return self._normed(ops.linear(gated, layer.input_output, layer.scales_of("input_output")), layer.input_norm)
 
     def _forward_one(self, product: FusedProduct, batch: StepBatch, arena: Arena) -> Tensor:
         """The same for a single token; a norm or an activation is part of the product it belongs to."""
@@ -104,12 +174,11 @@ class Model:
         residual: Tensor | None = None
         x = functional.embedding(batch.tokens, weights.embedding)
         for index, layer in enumerate(weights.layers):
-            scales = layer.scales_of
-            norms = {"norm": layer.attention_norm, "eps": eps}
+            scales, attention, memory = layer.scales_of, self._attention[index], arena.layers[index]
+            norms: Any = {"norm": layer.attention_norm, "eps": eps}
             qkv, sums = product(x, layer.qkv, scales=scales("qkv"), bias=layer.qkv_bias, residual=residual, **norms)
             residual = x if sums is None else sums
-            q = ops.rotate_and_store(qkv, layer.q_norm, layer.k_norm, self.spec, self._rotations, batch, arena, index)
-            x = ops.attend(q, arena, index, batch).flatten(1)
+            x = ops.attend(ops.rotate_and_store(qkv, attention, batch, memory), attention, batch, memory).flatten(1)
             x, _ = product(x, layer.output, scales=scales("output"), bias=layer.output_bias)
             norms = {"norm": layer.ffn_norm, "eps": eps}
             x, residual = product(x, layer.gate_up, scales=scales("gate_up"), residual=residual, gated=True, **norms)
@@ -117,3 +186,39 @@ class Model:
         norms = {"norm": weights.norm, "eps": eps}
         logits, _ = product(x, weights.head, scales=weights.head_scales, residual=residual, **norms)
         return logits[: len(batch.wanted)].float()
+
+
+def is_plain(spec: ModelSpec) -> bool:
+    """Whether this is a decoder like Llama, or like Qwen 3 with its norms of queries and keys."""
+    return replace(spec, layers=tuple(map(_plain, spec.layers))) == ModelSpec(
+        *(spec.architecture, spec.n_embd, spec.n_vocab, spec.context_length, spec.layers, spec.rms_eps, spec.tied)
+    )
+
+
+def _plain(layer: LayerSpec) -> LayerSpec:
+    own = layer.attention
+    sizes = own.n_heads, own.n_kv_heads, own.head_dim_k, own.head_dim_k
+    biases = own.qkv_bias, own.output_bias
+    attention = AttentionSpec(*sizes, own.rotation, *biases, "head" if own.qk_norm == "head" else "")
+    return LayerSpec(attention, FeedForwardSpec(layer.feed_forward.size))
+
+
+def _attentions(spec: ModelSpec, weights: Weights, positions: int) -> list[Attention]:
+    """Layers that turn alike share a table."""
+    device = weights.embedding.device
+    tables: dict[object, Tensor] = {}
+
+    def table(key: object, make: Callable[[], Tensor]) -> Tensor:
+        if key not in tables:
+            tables[key] = make().to(device)
+        return tables[key]
+
+    made = []
+    for layer, own in zip(weights.layers, (layer.attention for layer in spec.layers), strict=True):
+        rotation, dim, temperature = own.rotation, own.head_dim_k, own.temperature
+        rotations = table((rotation, dim), lambda: rotation_table(rotation, dim, positions))  # noqa: B023
+        factors = None
+        if temperature is not None:
+            factors = table(temperature, lambda: temperature_table(temperature, positions))  # noqa: B023
+        made.append(Attention(own, spec.rms_eps, rotations, factors, layer.q_norm, layer.k_norm, layer.sinks))
+    return made

@@ -8,9 +8,10 @@ from typing import Protocol
 from torch import Tensor
 
 from cllm.backends.torch import linear, reference
-from cllm.backends.torch.arena import Arena
+from cllm.backends.torch.arena import LayerMemory
 from cllm.backends.torch.batch import StepBatch
-from cllm.models.spec import ModelSpec
+from cllm.backends.torch.reference import Attention
+from cllm.models.spec import Activation
 
 
 class FusedProduct(Protocol):
@@ -53,24 +54,15 @@ class Operations(ABC):
         """`residual` becomes x + residual; its norm is returned."""
 
     @abstractmethod
-    def silu_multiply(self, gate_up: Tensor) -> Tensor: ...
+    def gate_multiply(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """The activation of the first half times the second."""
 
     @abstractmethod
-    def rotate_and_store(
-        self,
-        qkv: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        spec: ModelSpec,
-        rotations: Tensor,
-        batch: StepBatch,
-        arena: Arena,
-        layer: int,
-    ) -> Tensor:
+    def rotate_and_store(self, qkv: Tensor, attention: Attention, batch: StepBatch, memory: LayerMemory) -> Tensor:
         """Keys are rotated and written to the arena, as values are. Gives the rotated queries, [tokens, heads, dim]."""
 
     @abstractmethod
-    def attend(self, q: Tensor, arena: Arena, layer: int, batch: StepBatch) -> Tensor: ...
+    def attend(self, q: Tensor, attention: Attention, batch: StepBatch, memory: LayerMemory) -> Tensor: ...
 
 
 class PlainOperations(Operations):
@@ -88,29 +80,8 @@ class PlainOperations(Operations):
 
     rms_norm = staticmethod(reference.rms_norm)
     add_rms_norm = staticmethod(reference.add_rms_norm)
-    silu_multiply = staticmethod(reference.silu_multiply)
+    gate_multiply = staticmethod(reference.gate_multiply)
+    rotate_and_store = staticmethod(reference.rotate_and_store)
 
-    def rotate_and_store(
-        self,
-        qkv: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        spec: ModelSpec,
-        rotations: Tensor,
-        batch: StepBatch,
-        arena: Arena,
-        layer: int,
-    ) -> Tensor:
-        attention = spec.layers[layer].attention
-        q, k, v = (
-            part.view(len(qkv), -1, attention.head_dim_k)
-            for part in qkv.split([attention.q_size, attention.k_size, attention.v_size], dim=1)
-        )
-        if q_norm is not None and k_norm is not None:
-            q, k = reference.rms_norm(q, q_norm, spec.rms_eps), reference.rms_norm(k, k_norm, spec.rms_eps)
-        turned = rotations[batch.positions.long()]
-        reference.store(reference.rotate(k, turned), v, arena, layer, batch.slots)
-        return reference.rotate(q, turned)
-
-    def attend(self, q: Tensor, arena: Arena, layer: int, batch: StepBatch) -> Tensor:
-        return reference.attend(q, arena, layer, batch, alone=self._alone)
+    def attend(self, q: Tensor, attention: Attention, batch: StepBatch, memory: LayerMemory) -> Tensor:
+        return reference.attend(q, attention, batch, memory, alone=self._alone)

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
 
 import torch
 
-from cllm.backends.torch.weights import TensorShape, WeightSource
+from cllm.backends.torch.weights import WeightSource
+from cllm.errors import ModelError
 from cllm.models.dequantise import DEQUANTISED, dequantised_rows
+from cllm.models.features import FEATURES
 from cllm.models.gguf import GGUFModel, TensorFile
 from cllm.models.gguf_decoder import decoder_spec, unsupported_reason
-from cllm.models.gguf_rotation import FREQUENCIES, rope_dims
+from cllm.models.gguf_decoder import stored_tensors as tensors_of_gguf
 from cllm.models.hf_directory import HFModel
+from cllm.models.hf_tensors import is_unused, stored_tensors
 from cllm.models.json_file import FETCH_AGAIN
 from cllm.models.spec import ModelSpec
-from cllm.models.tensors import hf_name, in_halves
+from cllm.models.tensors import TensorSpec
 from cllm.models.unchanged_file import UnchangedFile
 
-_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _PIECE_BYTES = 16 << 20
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_ROTATED = ("self_attn.q_proj.", "self_attn.k_proj.")
 
 
 def unsupported(model: GGUFModel | HFModel) -> str | None:
@@ -31,17 +32,7 @@ def unsupported(model: GGUFModel | HFModel) -> str | None:
     if isinstance(model, HFModel):
         wrong = next((name for name, tensor in model.tensors.items() if tensor.dtype not in _DTYPES), None)
         return None if wrong is None else f"its tensor {wrong} is of type {model.tensors[wrong].dtype}"
-    if model.spec.architecture not in _ARCHITECTURES:
-        return f"its architecture is {model.spec.architecture}, not one of {', '.join(_ARCHITECTURES)}"
-    reason = unsupported_reason(model, DEQUANTISED)
-    if reason is not None:
-        return reason
-    if "blk.0.attn_qkv.weight" in model.tensors:
-        return "its queries, keys and values are one tensor"
-    rotated, head_dim = rope_dims(model), model.spec.layers[0].attention.head_dim_k
-    if rotated != head_dim or head_dim % 2:
-        return f"its RoPE rotates {rotated} of {head_dim} dimensions of a head"
-    return None
+    return unsupported_reason(model, DEQUANTISED, FEATURES)
 
 
 def spec_of(model: GGUFModel | HFModel) -> ModelSpec:
@@ -57,7 +48,7 @@ class DirectorySource:
     """The safetensors files of a directory."""
 
     def __init__(self, model: HFModel) -> None:
-        self._model = model
+        self.model = model
         self._files: dict[Path, UnchangedFile] = {}
         self._stack = ExitStack()
         self.label = str(model.path)
@@ -68,37 +59,47 @@ class DirectorySource:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stack.__exit__(kind, error, at)
 
-    @property
-    def names(self) -> Collection[str]:
-        return self._model.tensors.keys()
+    def tensors(self, spec: ModelSpec) -> Iterator[TensorSpec]:
+        known = set()
+        for item, shape in stored_tensors(spec, self.model.architecture):
+            stored = self.model.tensors.get(item.name)
+            if stored is None:
+                raise ModelError(f"{self.label}: the tensor {item.name} is missing; {FETCH_AGAIN}")
+            if stored.shape != shape:
+                has, should = (" x ".join(map(str, each)) for each in (stored.shape, shape))
+                raise ModelError(
+                    f"{self.label}: the tensor {item.name} is {has}, but should be {should}; {FETCH_AGAIN}"
+                )
+            known.add(item.name)
+            yield item
+        for name in self.model.tensors:
+            if name not in known and not is_unused(name, spec):
+                raise ModelError(f"{self.label}: the tensor {name} is unknown for this kind of model; use another one")
 
-    def shape(self, name: str) -> TensorShape:
-        return self._model.tensors[name].shape
-
-    def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        tensor = self._model.tensors[name]
-        rows, *columns = tensor.shape
-        row_bytes = tensor.size // rows
-        step = max(1, _PIECE_BYTES // row_bytes)
-        file = self._file(tensor.file)
-        for first in range(0, rows, step):
-            count = min(step, rows - first)
-            raw = file.read_bytes(tensor.offset + first * row_bytes, count * row_bytes, f"the tensor {name}")
-            yield torch.from_numpy(raw).view(_DTYPES[tensor.dtype]).view(count, *columns)
+    def pieces(self, item: TensorSpec) -> Iterator[torch.Tensor]:
+        tensor = self.model.tensors[item.name]
+        rows, *columns = item.shape
+        row_bytes = tensor.size // tensor.shape[0]
+        step, file = max(1, _PIECE_BYTES // row_bytes), self._file(tensor.file)
+        adds_one = self.model.architecture.adds_one and item.role.endswith("norm")
+        for first in range(item.first, item.first + rows, step):
+            count = min(step, item.first + rows - first)
+            raw = file.read_bytes(tensor.offset + first * row_bytes, count * row_bytes, f"the tensor {item.name}")
+            piece = torch.from_numpy(raw).view(_DTYPES[tensor.dtype]).view(count, *columns)
+            yield piece.float() + 1 if adds_one else piece
 
     def _file(self, path: Path) -> UnchangedFile:
         if path not in self._files:
-            self._files[path] = self._stack.enter_context(UnchangedFile(path, self._model.stamps[path], FETCH_AGAIN))
+            self._files[path] = self._stack.enter_context(UnchangedFile(path, self.model.stamps[path], FETCH_AGAIN))
         return self._files[path]
 
 
 class GGUFSource:
-    """A GGUF file, dequantised. Of the architecture llama it has the rows of queries and keys in another order."""
+    """A GGUF file, dequantised."""
 
     def __init__(self, model: GGUFModel) -> None:
-        self._model = model
+        self.model = model
         self._file = TensorFile(model)
-        self._stored = {hf_name(name): name for name in model.tensors if name != FREQUENCIES}
         self.label = str(model.path)
 
     def __enter__(self) -> GGUFSource:
@@ -108,19 +109,13 @@ class GGUFSource:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._file.__exit__(kind, error, at)
 
-    @property
-    def names(self) -> Collection[str]:
-        return self._stored.keys()
+    def tensors(self, spec: ModelSpec) -> Iterator[TensorSpec]:
+        return tensors_of_gguf(self.model, spec)
 
-    def shape(self, name: str) -> TensorShape:
-        return self._model.tensors[self._stored[name]].shape[::-1]
-
-    def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        spec, is_vector = self._model.spec, len(self.shape(name)) == 1
-        in_pairs = spec.architecture == "llama" and any(part in name for part in _ROTATED)
-        head_dim = spec.layers[0].attention.head_dim_k
-        for rows in dequantised_rows(self._file, self._model, self._stored[name], head_dim if in_pairs else 1):
-            values = rows.reshape(-1) if is_vector else rows
-            if in_pairs:
-                values = in_halves(values, head_dim)
-            yield torch.from_numpy(values if values.flags.writeable else values.copy())
+    def pieces(self, item: TensorSpec) -> Iterator[torch.Tensor]:
+        if len(item.shape) == 1:
+            (row,) = dequantised_rows(self._file, self.model, item.name)
+            yield torch.from_numpy(row[0, item.first : item.first + item.cols].copy())
+            return
+        for rows in dequantised_rows(self._file, self.model, item.name, item.first, item.rows):
+            yield torch.from_numpy(rows if rows.flags.writeable else rows.copy())

@@ -8,14 +8,15 @@ import torch
 import triton
 from torch import Tensor
 
-from cllm.backends.torch import attention_kernels, kernels
-from cllm.backends.torch.arena import Arena
+from cllm.backends.torch import attention_kernels, kernels, reference
+from cllm.backends.torch.arena import LayerMemory
 from cllm.backends.torch.batch import StepBatch
 from cllm.backends.torch.gemv import chains, gemv
 from cllm.backends.torch.operations import Operations
+from cllm.backends.torch.reference import Attention
 from cllm.backends.torch.shared_prefixes import MOST_SPLITS, TOGETHER
 from cllm.backends.torch.triton_linear import fast_linear, invariant_linear
-from cllm.models.spec import ModelSpec
+from cllm.models.spec import Activation
 
 LOG2_E = math.log2(math.e)
 SHORTEST_SPLIT = 64
@@ -62,75 +63,79 @@ class TritonOperations(Operations):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return _norm(x, residual, weight, eps, adds=True)
 
-    def silu_multiply(self, gate_up: Tensor) -> Tensor:
+    def gate_multiply(self, gate_up: Tensor, activation: Activation) -> Tensor:
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out = gate_up.new_empty(rows, width)
-        kernels.silu_kernel[(rows, triton.cdiv(width, SILU_TILE))](gate_up, out, width, tile=SILU_TILE)
+        out, gelu = gate_up.new_empty(rows, width), activation == "gelu"
+        kernels.gate_kernel[(rows, triton.cdiv(width, SILU_TILE))](gate_up, out, width, tile=SILU_TILE, gelu=gelu)
         return out
 
-    def rotate_and_store(
-        self,
-        qkv: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        spec: ModelSpec,
-        rotations: Tensor,
-        batch: StepBatch,
-        arena: Arena,
-        layer: int,
-    ) -> Tensor:
-        attention, kv, tokens = spec.layers[layer].attention, arena.data, len(qkv)
-        heads, kv_heads, dim = attention.n_heads, attention.n_kv_heads, attention.head_dim_k
+    def rotate_and_store(self, qkv: Tensor, attention: Attention, batch: StepBatch, memory: LayerMemory) -> Tensor:
+        own = attention.spec
+        if own.qk_norm_last or own.kv_from is not None:
+            # The kernel normalises before it turns, and has keys and values beside the queries. Few models need this.
+            return reference.rotate_and_store(qkv, attention, batch, memory)
+        if own.qk_norm == "row" or own.v_norm or own.v_is_k:
+            q, k, v = reference.prepare(qkv, attention)
+            qkv, norms = torch.cat((q, k, v), dim=1).flatten(1), False
+        else:
+            norms = own.qk_norm == "head"
+        q_norm, k_norm = (attention.q_norm, attention.k_norm) if norms else (qkv, qkv)
+        kv, tokens, heads, kv_heads, dim = memory.keys, len(qkv), own.n_heads, own.n_kv_heads, own.head_dim_k
         queries, half = qkv.new_empty(tokens, heads, dim), dim // 2
         kernels.rotate_store_kernel[(tokens, heads + 2 * kv_heads)](
-            *(qkv, queries, kv, _scales(arena), qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm),
-            *(rotations, batch.positions, batch.slots, spec.rms_eps),
-            *(layer * kv.stride(1), kv.stride(0), kv.stride(2)),
+            *(qkv, queries, kv, _scales(memory), q_norm, k_norm),
+            *(attention.rotations, batch.positions, batch.slots, attention.eps),
+            *(0, kv.stride(0), memory.v_offset),
             heads=heads,
             kv_heads=kv_heads,
             dim=dim,
             half=half,
             padded=triton.next_power_of_2(half),
-            size=arena.block_size,
-            norms=q_norm is not None,
-            stored=arena.kv_type,
+            size=memory.block_size,
+            norms=norms,
+            stored=memory.kv_type,
             **_chaining(tokens == 1 and chains(qkv.device)),
             num_warps=1,
         )
-        return queries
+        return reference.temper(queries, attention, batch)
 
-    def attend(self, q: Tensor, arena: Arena, layer: int, batch: StepBatch) -> Tensor:
+    def attend(self, q: Tensor, attention: Attention, batch: StepBatch, memory: LayerMemory) -> Tensor:
         out = torch.empty_like(q)
         if batch.decode_rows:
-            self._decode(q, arena, layer, batch, out)
+            self._decode(q, attention, batch, memory, out)
         if batch.longest_chunk:
-            _attend_chunks(q, arena, layer, batch, out)
+            _attend_chunks(q, attention, batch, memory, out)
         return out
 
-    def _decode(self, q: Tensor, arena: Arena, layer: int, batch: StepBatch, out: Tensor) -> None:
-        kv, rows, heads, dim, shared = arena.data, batch.decode_rows, q.shape[1], q.shape[2], batch.shared
-        kv_heads = kv.shape[3]
+    def _decode(self, q: Tensor, attention: Attention, batch: StepBatch, memory: LayerMemory, out: Tensor) -> None:
+        kv, rows, heads, dim, window = memory.keys, batch.decode_rows, q.shape[1], q.shape[2], attention.spec.window
+        # What rows share is no beginning that all of them see where windows move on.
+        shared = None if window else batch.shared
+        kv_heads = kv.shape[1]
         group = heads // kv_heads
-        split = decode_split(rows * kv_heads, batch.longest) if shared is None else shared.split
-        splits = triton.cdiv(batch.longest, split)
+        longest = min(batch.longest, window or batch.longest)
+        split = decode_split(rows * kv_heads, longest) if shared is None else shared.split
+        splits = triton.cdiv(longest, split) + (window > 0)  # a window may begin within a split
         states = _states(rows, heads, splits, dim, q.device)
-        tile = halved(DECODE_TILE if dim * arena.data.itemsize > NARROW_ROW else WIDE_DECODE_TILE, q)
-        factor, strides = dim**-0.5 * LOG2_E, (layer * kv.stride(1), kv.stride(0), kv.stride(2))
-        sizes = {"group": group, "dim": dim, "size": arena.block_size, "scaled": arena.scales is not None}
+        tile = halved(DECODE_TILE if dim * kv.itemsize > NARROW_ROW else WIDE_DECODE_TILE, q)
+        factor, strides = _factor(attention), (0, kv.stride(0), memory.v_offset)
+        sizes = {"group": group, "dim": dim, "size": memory.block_size, "scaled": memory.key_scales is not None}
+        softcap = attention.spec.softcap
         if shared is not None:
             attention_kernels.shared_kernel[(len(shared.members), kv_heads, splits)](
-                *(q, kv, _scales(arena), batch.tables, shared.members, shared.extents, *states, factor),
+                *(q, kv, _scales(memory), batch.tables, shared.members, shared.extents, *states, factor),
                 *(batch.tables.stride(0), *strides, splits, split),
                 **sizes,
                 heads=heads,
                 together=TOGETHER,
                 queries=triton.next_power_of_2(TOGETHER * group),
                 tile=tile,
+                softcap=softcap,
                 num_warps=DECODE_WARPS,
                 num_stages=DECODE_STAGES,
             )
         attention_kernels.decode_kernel[(rows, kv_heads, splits)](
-            *(q, kv, _scales(arena), batch.tables, batch.lengths, batch.lengths if shared is None else shared.firsts),
+            *(q, kv, _scales(memory), batch.tables, batch.lengths, batch.lengths if shared is None else shared.firsts),
             *(*states, self._counters(rows * kv_heads, q.device), out, factor),
             *(batch.tables.stride(0), *strides, splits, split),
             **sizes,
@@ -140,6 +145,9 @@ class TritonOperations(Operations):
             tile=tile,
             shared=shared is not None,
             **_chaining(rows == 1 and chains(q.device)),
+            window=window,
+            softcap=softcap,
+            sinks=attention.sinks,
             num_warps=DECODE_WARPS,
             num_stages=DECODE_STAGES,
         )
@@ -167,28 +175,28 @@ class InvariantOperations(TritonOperations):
     def linear(self, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None = None) -> Tensor:
         return invariant_linear(x, weight, scales, bias)
 
-    def attend(self, q: Tensor, arena: Arena, layer: int, batch: StepBatch) -> Tensor:
+    def attend(self, q: Tensor, attention: Attention, batch: StepBatch, memory: LayerMemory) -> Tensor:
         out = torch.empty_like(q)
-        heads, dim, kv_heads = q.shape[1], q.shape[2], arena.data.shape[3]
-        splits = triton.cdiv(batch.longest, INVARIANT_SPLIT)
+        heads, dim, kv_heads, window = q.shape[1], q.shape[2], memory.keys.shape[1], attention.spec.window
+        splits = triton.cdiv(min(batch.longest, window or batch.longest), INVARIANT_SPLIT) + (window > 0)
         together = max(1, STATE_BYTES // (4 * heads * splits * (dim + 2)))
         for first in range(0, batch.decode_rows, together):
             rows = min(together, batch.decode_rows - first)
             states = _states(rows, heads, splits, dim, q.device)
-            self._launch(q, arena, layer, batch, out, states, first, (rows, kv_heads, splits), parted=True)
+            grid = rows, kv_heads, splits
+            self._launch(q, attention, batch, memory, out, states, first, grid, parted=True)
         if batch.longest_chunk:
             tiles = triton.cdiv(batch.longest_chunk * (heads // kv_heads), INVARIANT_QUERIES)
-            rows = len(batch.lengths) - batch.decode_rows
-            states = q, q, q
-            self._launch(q, arena, layer, batch, out, states, batch.decode_rows, (tiles, kv_heads, rows), parted=False)
+            grid = tiles, kv_heads, len(batch.lengths) - batch.decode_rows
+            self._launch(q, attention, batch, memory, out, (q, q, q), batch.decode_rows, grid, parted=False)
         return out
 
     def _launch(
         self,
         q: Tensor,
-        arena: Arena,
-        layer: int,
+        attention: Attention,
         batch: StepBatch,
+        memory: LayerMemory,
         out: Tensor,
         states: tuple[Tensor, Tensor, Tensor],
         first_row: int,
@@ -196,22 +204,25 @@ class InvariantOperations(TritonOperations):
         *,
         parted: bool,
     ) -> None:
-        kv, heads, dim = arena.data, q.shape[1], q.shape[2]
-        kv_heads = kv.shape[3]
+        kv, heads, dim = memory.keys, q.shape[1], q.shape[2]
+        kv_heads = kv.shape[1]
         attention_kernels.invariant_kernel[grid](
-            *(q, kv, _scales(arena), batch.tables, batch.starts, batch.lengths, *states),
-            *(self._counters(grid[0] * kv_heads if parted else 0, q.device), out, first_row, dim**-0.5 * LOG2_E),
-            *(batch.tables.stride(0), layer * kv.stride(1), kv.stride(0), kv.stride(2), grid[2] if parted else 1),
+            *(q, kv, _scales(memory), batch.tables, batch.starts, batch.lengths, *states),
+            *(self._counters(grid[0] * kv_heads if parted else 0, q.device), out, first_row, _factor(attention)),
+            *(batch.tables.stride(0), 0, kv.stride(0), memory.v_offset, grid[2] if parted else 1),
             heads=heads,
             kv_heads=kv_heads,
             group=heads // kv_heads,
             height=INVARIANT_QUERIES,
             dim=dim,
-            size=arena.block_size,
+            size=memory.block_size,
             split=INVARIANT_SPLIT,
             tile=halved(INVARIANT_TILE, q),
-            scaled=arena.scales is not None,
+            scaled=memory.key_scales is not None,
             parted=parted,
+            window=attention.spec.window,
+            softcap=attention.spec.softcap,
+            sinks=attention.sinks,
             num_warps=4,
             num_stages=3,
             enable_fp_fusion=False,  # what is fused is the compiler's choice, and it compiles this twice
@@ -229,15 +240,21 @@ def decode_split(programs: int, longest: int) -> int:
 
 def halved(tile: int, q: Tensor) -> int:
     """For heads of many bytes: a GPU may have no more than 99 KiB of memory for a program's tiles."""
-    return tile // 2 if q.shape[2] * q.element_size() > WIDE_ROW else tile
+    times = -(-int(q.shape[2] * q.element_size()) // WIDE_ROW)
+    return max(SMALLEST_DOT, tile // times)
+
+
+def _factor(attention: Attention) -> float:
+    """What the kernels multiply scores by: they compute in powers of two, but before a cap."""
+    return attention.scale / attention.spec.softcap if attention.spec.softcap else attention.scale * LOG2_E
 
 
 def _chaining(chained: bool) -> dict[str, bool]:
     return {"chained": True, "launch_pdl": True} if chained else {"chained": False}
 
 
-def _scales(arena: Arena) -> Tensor:
-    return arena.data if arena.scales is None else arena.scales
+def _scales(memory: LayerMemory) -> Tensor:
+    return memory.keys if memory.key_scales is None else memory.key_scales
 
 
 def _states(rows: int, heads: int, splits: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -256,20 +273,23 @@ def _norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, adds: bool
     return out
 
 
-def _attend_chunks(q: Tensor, arena: Arena, layer: int, batch: StepBatch, out: Tensor) -> None:
-    kv, heads, dim = arena.data, q.shape[1], q.shape[2]
+def _attend_chunks(q: Tensor, attention: Attention, batch: StepBatch, memory: LayerMemory, out: Tensor) -> None:
+    kv, heads, dim = memory.keys, q.shape[1], q.shape[2]
     rows = len(batch.lengths) - batch.decode_rows
     queries = halved(PROMPT_QUERIES, q)
     attention_kernels.prompt_kernel[(triton.cdiv(batch.longest_chunk, queries), heads, rows)](
-        *(q, kv, _scales(arena), batch.tables, batch.starts, batch.lengths, out, batch.decode_rows),
-        *(dim**-0.5 * LOG2_E, batch.tables.stride(0), layer * kv.stride(1), kv.stride(0), kv.stride(2)),
+        *(q, kv, _scales(memory), batch.tables, batch.starts, batch.lengths, out, batch.decode_rows),
+        *(_factor(attention), batch.tables.stride(0), 0, kv.stride(0), memory.v_offset),
         heads=heads,
-        group=heads // kv.shape[3],
+        group=heads // kv.shape[1],
         dim=dim,
-        size=arena.block_size,
+        size=memory.block_size,
         q_tile=queries,
         tile=halved(PROMPT_TILE, q),
-        scaled=arena.scales is not None,
+        scaled=memory.key_scales is not None,
+        window=attention.spec.window,
+        softcap=attention.spec.softcap,
+        sinks=attention.sinks,
         num_warps=8,
         num_stages=3,
     )

@@ -1,4 +1,4 @@
-"""Weights under the names of Hugging Face's models, from wherever they come, joined as the model wants them.
+"""Weights from wherever they come, joined as the model wants them.
 
 A source hands a tensor out in pieces, and each is converted and copied into its place before the next is read. So the
 host holds one piece beside the weights, and nothing but that where they are on a GPU.
@@ -11,51 +11,46 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
 
 from cllm.backends.torch.device import values_dtype
 from cllm.backends.torch.linear import FP8, quantise_rows
-from cllm.backends.torch.model import Layer, Weights
-from cllm.errors import ModelError
+from cllm.backends.torch.model import Layer, LayerInputs, Weights
+from cllm.backends.torch.rotations import head_order, reorder
 from cllm.models.load_progress import ByteProgress
 from cllm.models.spec import LayerSpec, ModelSpec
-from cllm.models.tensors import (
-    HF_EMBEDDING,
-    HF_HEAD,
-    HF_NORM,
-    TensorSpec,
-    all_tensors,
-    hf_name,
-    layer_tensors,
-    outer_tensors,
-)
+from cllm.models.tensors import TensorSpec, all_tensors, layer_tensors, outer_tensors
 
-_UNUSED = ".rotary_emb.inv_freq"
-_AGAIN = "fetch the model again"
+_VECTORS = {
+    "attention_norm": "attn_norm",
+    "attention_post_norm": "post_attention_norm",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "sinks": "attn_sinks",
+    "output_bias": "attn_output.bias",
+    "ffn_norm": "ffn_norm",
+    "ffn_post_norm": "post_ffw_norm",
+    "input_norm": "post_norm",
+    "output_scale": "layer_output_scale",
+}
+"""Fields of a `Layer`, and the tensors that they are."""
 SCALE = torch.float32
 _QUANTISED_TOGETHER = 1 << 19
 """Values; they are float32 meanwhile, several times."""
-
-TensorShape = tuple[int, ...]
 
 
 class WeightSource(Protocol):
     """Where weights come from. What is wrong with them is a `ModelError`."""
 
-    @property
-    def label(self) -> str:
-        """The file or directory, for messages."""
+    def tensors(self, spec: ModelSpec) -> Iterator[TensorSpec]:
+        """What the model needs, as it is stored. Ends at the first tensor that is missing or has another size, however
+        many are claimed; also if there is one that nothing needs. Biases may be left out."""
 
-    @property
-    def names(self) -> Collection[str]: ...
-
-    def shape(self, name: str) -> TensorShape: ...
-
-    def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """Rows of the tensor, one below the other, in host memory; each is valid until the next one is asked for."""
+    def pieces(self, item: TensorSpec) -> Iterator[torch.Tensor]:
+        """Rows of a tensor, one below the other, in host memory; each is valid until the next one is asked for."""
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
@@ -67,25 +62,9 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
 
 
 def _stored_bytes(item: TensorSpec, dtype: torch.dtype) -> int:
-    if dtype == FP8 and len(item.shape) == 2 and item.role != "token_embd":
+    if dtype == FP8 and len(item.shape) == 2 and item.role not in ("token_embd", "per_layer_token_embd"):
         return math.prod(item.shape) + item.rows * int(SCALE.itemsize)
     return math.prod(item.shape) * int(values_dtype(dtype).itemsize)
-
-
-def check_source(source: WeightSource, spec: ModelSpec) -> None:
-    """Raise `ModelError` unless the source has just the tensors of such a model. No memory is taken for any of them."""
-    names, known = source.names, set()
-    for item in all_tensors(spec):  # the first that is missing ends this, however many are claimed
-        name = hf_name(item.name)
-        if name not in names:
-            raise ModelError(f"{source.label}: the tensor {name} is missing; {_AGAIN}")
-        if source.shape(name) != item.shape:
-            has, should = (" x ".join(map(str, each)) for each in (source.shape(name), item.shape))
-            raise ModelError(f"{source.label}: the tensor {name} is {has}, but should be {should}; {_AGAIN}")
-        known.add(name)
-    for name in names:
-        if name not in known and not name.endswith(_UNUSED) and not (name == HF_HEAD and spec.tied):
-            raise ModelError(f"{source.label}: the tensor {name} is unknown for this kind of model; use another one")
 
 
 class Loader:
@@ -97,47 +76,72 @@ class Loader:
         self._device = device
         self._progress = progress
         self._loaded = self._expected = 0
+        self._stored: dict[tuple[int, str], TensorSpec] = {}
+        self._rows: dict[tuple[int, str], int] = {}
 
     def load(self, spec: ModelSpec) -> Weights:
-        check_source(self._source, spec)
+        self._stored = {(item.layer, item.role): item for item in self._source.tensors(spec)}
+        self._rows = {(item.layer, item.role): item.shape[0] for item in all_tensors(spec)}
         self._expected = weight_bytes(spec, self._dtype)
-        embedding = self._joined([HF_EMBEDDING], spec.n_vocab, spec.n_embd)
-        layers = [self._layer(layer, spec.n_embd, index) for index, layer in enumerate(spec.layers)]
-        norm = self._joined([HF_NORM], spec.n_embd)
-        if spec.tied:
-            return Weights(embedding, layers, norm, embedding)
-        head, scales = self._matrix([HF_HEAD], spec.n_vocab, spec.n_embd)
-        return Weights(embedding, layers, norm, head, scales)
+        embedding = self._values_of(-1, "token_embd", spec.n_vocab, spec.n_embd)
+        weights = Weights(
+            embedding,
+            [self._layer(spec, layer, index) for index, layer in enumerate(spec.layers)],
+            self._values_of(-1, "output_norm", spec.n_embd),
+            embedding,
+            inputs=self._inputs(spec) if spec.layer_input_size else None,
+        )
+        if not spec.tied:
+            weights.head, weights.head_scales = self._matrix(-1, ["output"], spec.n_vocab, spec.n_embd)
+        return weights
 
-    def _layer(self, layer: LayerSpec, n_embd: int, index: int) -> Layer:
-        prefix = f"model.layers.{index}."
-        attention, ffn = prefix + "self_attn.", prefix + "mlp."
-        spec, n_ff = layer.attention, layer.feed_forward.size
-        qkv = [f"{attention}{part}_proj." for part in "qkv"]
-        matrices = {
-            "qkv": self._matrix([f"{each}weight" for each in qkv], spec.qkv_size, n_embd),
-            "output": self._matrix([attention + "o_proj.weight"], n_embd, spec.output_size),
-            "gate_up": self._matrix([ffn + "gate_proj.weight", ffn + "up_proj.weight"], 2 * n_ff, n_embd),
-            "down": self._matrix([ffn + "down_proj.weight"], n_embd, n_ff),
-        }
-        return Layer(
-            attention_norm=self._joined([prefix + "input_layernorm.weight"], n_embd),
-            qkv_bias=self._joined([f"{each}bias" for each in qkv], spec.qkv_size) if spec.qkv_bias else None,
-            q_norm=self._joined([attention + "q_norm.weight"], spec.head_dim_k) if spec.qk_norm else None,
-            k_norm=self._joined([attention + "k_norm.weight"], spec.head_dim_k) if spec.qk_norm else None,
-            output_bias=self._joined([attention + "o_proj.bias"], n_embd) if spec.output_bias else None,
-            ffn_norm=self._joined([prefix + "post_attention_layernorm.weight"], n_embd),
-            **{name: matrix for name, (matrix, _) in matrices.items()},
-            scales={name: scales for name, (_, scales) in matrices.items() if scales is not None} or None,
+    def _inputs(self, spec: ModelSpec) -> LayerInputs:
+        together = spec.n_layers * spec.layer_input_size
+        projection, scales = self._matrix(-1, ["per_layer_model_proj"], together, spec.n_embd)
+        embedding = self._values_of(-1, "per_layer_token_embd", spec.n_vocab, together)
+        return LayerInputs(
+            embedding, projection, self._values_of(-1, "per_layer_proj_norm", spec.layer_input_size), scales
         )
 
-    def _matrix(self, names: Sequence[str], rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _layer(self, spec: ModelSpec, layer: LayerSpec, index: int) -> Layer:
+        attention, n_ff, n_embd = layer.attention, layer.feed_forward.size, spec.n_embd
+        sizes = {item.role: item.shape for item in layer_tensors(spec, layer, index)}
+        qkv = [role for role in ("attn_q", "attn_k", "attn_v") if role in sizes]
+        rows = sum(sizes[role][0] for role in qkv)
+        matrices = {
+            "qkv": self._matrix(index, qkv, rows, n_embd),
+            "output": self._matrix(index, ["attn_output"], n_embd, attention.output_size),
+            "gate_up": self._matrix(index, ["ffn_gate", "ffn_up"], 2 * n_ff, n_embd),
+            "down": self._matrix(index, ["ffn_down"], n_embd, n_ff),
+        }
+        if spec.layer_input_size:
+            matrices["input_gate"] = self._matrix(index, ["inp_gate"], spec.layer_input_size, n_embd)
+            matrices["input_output"] = self._matrix(index, ["proj"], n_embd, spec.layer_input_size)
+        scales = {name: scales for name, (_, scales) in matrices.items() if scales is not None}
+        vectors = {name: self._values_of(index, role, *sizes[role]) for name, role in _VECTORS.items() if role in sizes}
+        made = Layer(
+            **{name: matrix for name, (matrix, _) in matrices.items()},
+            **vectors,
+            qkv_bias=self._joined(index, [f"{role}.bias" for role in qkv], rows) if attention.qkv_bias else None,
+            scales=scales or None,
+        )
+        if (order := head_order(attention)) is not None:
+            turned = attention.q_size + (0 if attention.kv_from is not None else attention.k_size)
+            of_qkv = (made.qkv, made.qkv_bias, scales.get("qkv"))
+            for rows_ in [each[:turned] for each in of_qkv if each is not None] + [made.q_norm, made.k_norm]:
+                if rows_ is not None:
+                    reorder(rows_, order)
+        return made
+
+    def _matrix(
+        self, layer: int, roles: Sequence[str], rows: int, columns: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Matrices one below the other, and in fp8 the scales of their rows."""
         if self._dtype != FP8:
-            return self._joined(names, rows, columns), None
+            return self._joined(layer, roles, rows, columns), None
         together = torch.empty((rows, columns), dtype=FP8, device=self._device)
         scales = torch.empty(rows, dtype=SCALE, device=self._device)
-        for first, piece in self._pieces(names):
+        for first, piece in self._pieces(layer, roles):
             for some in piece.to(self._device).split(max(1, _QUANTISED_TOGETHER // columns)):
                 end = first + len(some)
                 together[first:end], scales[first:end] = quantise_rows(some)
@@ -145,21 +149,27 @@ class Loader:
             self._report(piece.numel() + len(piece) * SCALE.itemsize)
         return together, scales
 
-    def _joined(self, names: Sequence[str], *shape: int) -> torch.Tensor:
-        """Tensors one below the other, which are of this shape together."""
-        together = torch.empty(shape, dtype=self._values, device=self._device)
-        for first, piece in self._pieces(names):
+    def _values_of(self, layer: int, role: str, *shape: int) -> torch.Tensor:
+        return self._joined(layer, [role], *shape)
+
+    def _joined(self, layer: int, roles: Sequence[str], *shape: int) -> torch.Tensor:
+        """Tensors one below the other, which are of this shape together. Biases that are left out are zero."""
+        kind = torch.zeros if roles[0].endswith(".bias") else torch.empty
+        together = kind(shape, dtype=self._values, device=self._device)
+        for first, piece in self._pieces(layer, roles):
             together[first : first + len(piece)].copy_(piece)
             self._report(piece.numel() * together.itemsize)
         return together
 
-    def _pieces(self, names: Sequence[str]) -> Iterator[tuple[int, torch.Tensor]]:
+    def _pieces(self, layer: int, roles: Sequence[str]) -> Iterator[tuple[int, torch.Tensor]]:
         """With the number of the first row of each."""
-        first = 0
-        for name in names:
-            for piece in self._source.pieces(name):
+        begin = 0
+        for role in roles:
+            first, item = begin, self._stored.get((layer, role))
+            for piece in () if item is None else self._source.pieces(item):
                 yield first, piece
                 first += len(piece)
+            begin += self._rows[layer, role]
 
     def _report(self, count: int) -> None:
         self._loaded += count
