@@ -70,7 +70,7 @@ struct Attention {
         const size_t cell_bytes = layout.cell_bytes;
         const size_t k_offset = layout.k_tile(job.kv_head, 0), k_bytes = layout.k_tile_bytes();
         const size_t v_offset = layout.v_tile(job.kv_head, 0), v_bytes = layout.v_tile_bytes();
-        const int32_t* cell = layout.entry(job.blocks, begin / layout.block_size);
+        const int32_t* cell = layout.entry(job.table, begin / layout.block_size);
         int tile = begin % layout.block_size / kTileTokens;
         const int n = n_chunks * kChunkTiles;
         const uint8_t** of_values = tiles + n;

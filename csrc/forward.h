@@ -23,7 +23,7 @@ struct Chunk {
     int tokens;
     int first_position;
     int wanted_logits;  // number of last tokens whose logits are wanted
-    const int32_t* const* tables;  // of each group
+    const KVTable* tables;  // of each group
     int dropped = 0;
     int kept = 0;    // a whole number of tiles, all before first_position
     int scored = 0;  // number of first tokens whose successors are scored
@@ -71,7 +71,7 @@ private:
         int row;  // the first one, among the step's rows
         int tokens;
         int first_position;
-        const int32_t* const* tables;
+        const KVTable* tables;
         int sinks;   // first positions, attended to with separately rotated queries, see rotate_queries
         int begin;   // of the other positions that are attended to: a whole tile
         int splits;
@@ -152,6 +152,7 @@ private:
     void store_keys(const Layer& layer, int index, int64_t row, int kv_head);
     void rotate_and_store(const Layer& layer, int index, bool queries, bool keys);
     float query_scale(const LayerShape& s, int64_t row) const;
+    void normalise_heads(const LayerShape& s, const Vector& norm, int count, float* heads) const;
     void turn(const Layer& layer, const std::vector<Rotations>& by, int64_t row, float* heads, int count, float scale) const;
     void attend(int layer);
     static int count_splits(int sinks, int begin, int end);
@@ -189,7 +190,7 @@ private:
     std::vector<Chunk> chunks_;
     std::vector<int> positions_;         // of each row, in its block tables
     std::vector<int> dropped_;           // of each row's sequence
-    std::vector<const int32_t* const*> tables_;  // of each row, of each group
+    std::vector<const KVTable*> tables_;  // of each row, of each group
     std::vector<int> wanted_;            // rows that go through all layers
     std::vector<int> logit_rows_;        // of those, the ones whose logits are wanted
     std::vector<int> scored_rows_;       // those that are scored

@@ -70,8 +70,9 @@ bool Forward::rows_are_apart() {
     for (size_t group = 0; group < map_->groups.size(); ++group) {
         written_.clear();
         for (const Chunk& chunk : chunks_) {
-            const int64_t block = chunk.first_position / map_->block_size;
-            written_.push_back(chunk.tables[group][block * map_->groups[group].cells]);
+            const KVTable& table = chunk.tables[group];
+            const int64_t block = chunk.first_position / map_->block_size - table.first;
+            written_.push_back(table.entries[block * map_->groups[group].cells]);
         }
         std::sort(written_.begin(), written_.end());
         if (std::adjacent_find(written_.begin(), written_.end()) != written_.end()) return false;
@@ -83,6 +84,11 @@ float Forward::query_scale(const LayerShape& s, int64_t row) const {
     if (s.temperature == 0.0f) return s.scale;
     const int position = positions_[size_t(row)] + dropped_[size_t(row)];
     return s.scale * float(1.0 + double(s.temperature) * std::log(1.0 + position / s.temperature_context));
+}
+
+void Forward::normalise_heads(const LayerShape& s, const Vector& norm, int count, float* heads) const {
+    for (float* head = heads; count > 0; --count, head += s.head_dim)
+        kernels_.rms_norm(head, norm.data(), s.head_dim, model_.shape.rms_eps, head);
 }
 
 void Forward::turn(const Layer& layer, const std::vector<Rotations>& by, int64_t row, float* heads, int count, float scale) const {
@@ -107,10 +113,13 @@ void Forward::rotate_queries(const Layer& layer, int64_t row, int kv_head, bool 
     if (to) q = static_cast<float*>(std::memcpy(to, q, size_t(size) * sizeof(float)));
     const bool whole = s.qk_norm == QKNorm::row;  // then bias and norm were applied before
     if (!layer.q_bias.empty() && !whole) kernels_.add(layer.q_bias.data() + first, size, q);
-    if (!layer.q_norm.empty() && !whole)
-        for (int head = 0; head < heads; ++head)
-            kernels_.rms_norm(q + head * s.head_dim, layer.q_norm.data(), s.head_dim, model_.shape.rms_eps, q + head * s.head_dim);
-    turn(layer, for_sinks ? work_.sink_rotations : work_.rotations, row, q, heads, query_scale(s, row));
+    if (s.qk_norm == QKNorm::head && !s.norm_last) normalise_heads(s, layer.q_norm, heads, q);
+    const float scale = query_scale(s, row);
+    turn(layer, for_sinks ? work_.sink_rotations : work_.rotations, row, q, heads, s.norm_last ? 1.0f : scale);
+    if (s.norm_last) {
+        normalise_heads(s, layer.q_norm, heads, q);
+        kernels_.cap(q, size, scale, 0.0f);
+    }
     if (map_->k_type != KVType::f16) kernels_.spread(q, heads, s.head_dim);
 }
 
@@ -130,9 +139,10 @@ void Forward::store_keys(const Layer& layer, int index, int64_t row, int kv_head
     if (!layer.k_bias.empty() && !whole) kernels_.add(layer.k_bias.data() + at, dim, k);
     if (s.v_is_k) std::memcpy(v, k, size_t(dim) * sizeof(float));
     if (!layer.v_bias.empty()) kernels_.add(layer.v_bias.data() + at, dim, v);
-    if (!layer.k_norm.empty() && !whole) kernels_.rms_norm(k, layer.k_norm.data(), dim, model_.shape.rms_eps, k);
-    if (s.v_norm) kernels_.rms_norm(v, model_.ones.data(), dim, model_.shape.rms_eps, v);
+    if (s.qk_norm == QKNorm::head && !s.norm_last) normalise_heads(s, layer.k_norm, 1, k);
+    if (s.v_norm) normalise_heads(s, model_.ones, 1, v);
     if (layer.rotation >= 0) turn(layer, work_.rotations, row, k, 1, 1.0f);
+    if (s.norm_last) normalise_heads(s, layer.k_norm, 1, k);
     // Queries are spread as keys are, and attended values back again, so nothing but the rounding changes.
     const KVLayout& layout = map_->layers[size_t(index)];
     if (layout.k_type != KVType::f16) kernels_.spread(k, 1, dim);

@@ -34,7 +34,7 @@ constexpr int kNoWindow = INT32_MAX;
 struct AttendJob {
     const KVLayout* layout;
     const uint8_t* arena;
-    const int32_t* blocks;  // the sequence's table for the layer's group
+    KVTable table;         // of the sequence, for the layer's group
     int kv_head;
     int heads;             // query heads that share this kv head
     int tokens;            // query tokens in the tile

@@ -28,7 +28,7 @@ void learn_key_shifts(Model& model, Forward& forward) {
     std::vector<int32_t> tokens(kSample);
     for (int i = 0; i < kSample; ++i) tokens[size_t(i)] = int32_t(int64_t(i) * model.shape.n_vocab / kSample);
     const int32_t block = 0;
-    const int32_t* const table = &block;
+    const KVTable table{&block, 0};
     forward.step(tokens.data(), {{kSample, 0, false, &table}}, map, arena.data(), {});
     for (int index = 0; index < model.shape.n_layers(); ++index) {
         const LayerShape& s = model.shape.layers[size_t(index)];

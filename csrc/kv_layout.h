@@ -1,8 +1,7 @@
 // Where K and V of a token lie in the arena.
 //
 // The arena is an array of equal cells. Layers with equal needs form a group; a sequence has a table for each group. A block
-// holds `block_size` tokens (a multiple of 16) of a group's layers, in one or more cells, which need not be adjacent: entry
-// table[b * cells + c] is the cell with part c of block b. Layers fill a block's cells in their order; each lies wholly
+// holds `block_size` tokens (a multiple of 16) of a group's layers, in one or more cells, which need not be adjacent. Layers fill a block's cells in their order; each lies wholly
 // within one cell:
 //
 //   cell -> layer -> [ K: kv head -> tile of 16 tokens | V: kv head -> tile of 16 tokens ]
@@ -37,6 +36,12 @@ CLLM_INLINE size_t kv_bytes(KVType type, int64_t values) {
     return 0;
 }
 
+// A sequence's blocks of a group, from block `first` on: entry (b - first) * cells + c is the cell with part c of block b.
+struct KVTable {
+    const int32_t* entries;
+    int first;
+};
+
 // One layer's part.
 struct KVLayout {
     int n_kv_heads = 0;
@@ -58,7 +63,9 @@ struct KVLayout {
     CLLM_INLINE size_t bytes() const { return k_bytes() + v_bytes(); }
 
     // The layer's entry for a block, of its group's table.
-    CLLM_INLINE const int32_t* entry(const int32_t* table, int block) const { return table + int64_t(block) * cells + cell; }
+    CLLM_INLINE const int32_t* entry(const KVTable& table, int block) const {
+        return table.entries + int64_t(block - table.first) * cells + cell;
+    }
 
     // Offsets within a cell.
     CLLM_INLINE size_t k_tile(int kv_head, int tile) const {

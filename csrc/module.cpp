@@ -73,6 +73,8 @@ void read_attention(const nb::handle& attention, LayerShape& layer) {
     if (norm == "head") layer.qk_norm = QKNorm::head;
     else if (norm == "row") layer.qk_norm = QKNorm::row;
     else if (!norm.empty()) refuse("there is no qk_norm " + norm);
+    layer.norm_last = field<bool>(attention, "qk_norm_last");
+    if (layer.norm_last && layer.qk_norm != QKNorm::head) refuse("qk_norm_last is not supported with qk_norm " + norm);
     layer.v_norm = field<bool>(attention, "v_norm");
     layer.v_is_k = field<bool>(attention, "v_is_k");
     if (layer.v_is_k && (layer.qk_norm == QKNorm::row || field<bool>(attention, "qkv_bias")))
@@ -252,16 +254,14 @@ private:
     }
 
     void read_chunks(const Ints& tokens, const IntTable& table, const Ints& blocks, const FloatTable& logits) {
-        if (table.shape(1) != 6) refuse("chunks has rows of " + number(table.shape(1)) + ", not 6");
+        const size_t groups = map_.groups.size(), columns = 4 + 2 * groups;
+        if (table.shape(1) != columns) refuse("chunks has rows of " + number(table.shape(1)) + ", not " + number(columns));
         chunks_.clear();
-        tables_.resize(table.shape(0) * map_.groups.size());
+        tables_.resize(table.shape(0) * groups);
         int64_t n_tokens = 0, n_entries = 0, n_logits = 0;
         for (size_t i = 0; i < table.shape(0); ++i) {
-            const int32_t* row = table.data() + i * 6;
+            const int32_t* row = table.data() + i * columns;
             if (row[0] < 1 || row[1] < 0 || row[3] < 0 || row[4] < 0 || row[5] < 0) refuse("chunk " + number(i) + " has a negative number or no token");
-            if (int64_t(row[3]) * map_.block_size < int64_t(row[1]) + row[0])
-                refuse("chunk " + number(i) + " ends at position " + number(int64_t(row[1]) + row[0]) + ", its " +
-                       number(row[3]) + " blocks hold " + number(int64_t(row[3]) * map_.block_size));
             if (row[5] % kTileTokens || row[5] > row[1] || int64_t(row[4]) + row[1] + row[0] > INT32_MAX)
                 refuse("chunk " + number(i) + " at position " + number(row[1]) + " cannot keep " + number(row[5]) +
                        " and drop " + number(row[4]) + " tokens before it");
@@ -269,9 +269,12 @@ private:
                 refuse("chunk " + number(i) + " of " + number(row[0]) + " tokens wants " + number(row[2]) + " rows of logits");
             if (row[4] > 0 && model_.shape.any_window())
                 refuse("chunk " + number(i) + " drops tokens, which layers with a window do not allow");
-            chunks_.push_back({row[0], row[1], row[2], tables_.data() + i * map_.groups.size(), row[4], row[5]});
-            for (size_t group = 0; group < map_.groups.size(); ++group)
-                n_entries += read_table(row, map_.groups[group], blocks, n_entries, tables_[i * map_.groups.size() + group]);
+            KVTable* const tables = tables_.data() + i * groups;
+            chunks_.push_back({row[0], row[1], row[2], tables, row[4], row[5]});
+            for (size_t group = 0; group < groups; ++group) {
+                const int first = group ? row[4 + 2 * group] : 0, count = group ? row[5 + 2 * group] : row[3];
+                n_entries = read_table(row[1], int64_t(row[1]) + row[0], map_.groups[group], blocks, n_entries, first, count, tables[group]);
+            }
             n_tokens += row[0];
             n_logits += row[2];
         }
@@ -283,13 +286,20 @@ private:
         check_tokens(tokens);
     }
 
-    // A chunk's table for one group; returns how many entries it has. Those that no layer reads may hold anything.
-    int64_t read_table(const int32_t* row, const KVGroup& group, const Ints& blocks, int64_t begin, const int32_t*& table) const {
-        const int64_t count = int64_t(row[3]) * group.cells;
-        if (begin + count > int64_t(blocks.size())) refuse("blocks has only " + number(blocks.size()) + " numbers");
-        table = blocks.data() + begin;
-        for (int64_t i = int64_t(map_.first_block(group, row[1])) * group.cells; i < count; ++i) check_block(table[i]);
-        return count;
+    // A chunk's table for one group, which begins at entry `begin` of `blocks`; returns where it ends. Entries of blocks that
+    // no layer reads may hold anything.
+    int64_t read_table(int64_t first_position, int64_t end_position, const KVGroup& group, const Ints& blocks, int64_t begin,
+                       int64_t first, int64_t count, KVTable& table) const {
+        if (first < 0 || count < 0) refuse("a table begins at block " + number(first) + " and has " + number(count));
+        if ((first + count) * map_.block_size < end_position)
+            refuse("a chunk ends at position " + number(end_position) + ", its blocks " + number(first) + " to " +
+                   number(first + count) + " end at " + number((first + count) * map_.block_size));
+        const int64_t needed = map_.first_block(group, int(first_position)), end = begin + count * group.cells;
+        if (first > needed) refuse("a table begins at block " + number(first) + ", behind block " + number(needed));
+        if (end > int64_t(blocks.size())) refuse("blocks has only " + number(blocks.size()) + " numbers");
+        table = {blocks.data() + begin, int(first)};
+        for (int64_t i = begin + (needed - first) * group.cells; i < end; ++i) check_block(blocks.data()[i]);
+        return end;
     }
 
     // `wants` has a row per chunk: how many of its first tokens to score, and which hidden states to return.
@@ -328,7 +338,7 @@ private:
     BlockMover mover_;
     KVMap map_;
     int64_t cells_ = 0;
-    std::vector<const int32_t*> tables_;  // of each chunk, of each group
+    std::vector<KVTable> tables_;  // of each chunk, of each group
     std::vector<Chunk> chunks_;
 };
 

@@ -31,6 +31,7 @@ struct LayerShape {
     int n_heads = 0, n_kv_heads = 0, head_dim = 0, n_ff = 0;
     std::optional<RotationShape> rotation;
     QKNorm qk_norm = QKNorm::none;
+    bool norm_last = false;  // of queries and keys: after they are rotated
     bool v_norm = false;
     bool v_is_k = false;
     bool output_bias = false;

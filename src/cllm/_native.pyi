@@ -144,10 +144,11 @@ class Engine:
 
         `tokens` holds those of all chunks, one after another. `chunks` has a row per chunk: number of tokens, first
         position, of how many of its last tokens it wants the logits, number of blocks, and tokens that were dropped and
-        kept before it (`cllm.backends.base.Chunk`; what is kept is a multiple of 16). `blocks` holds the tables of all
-        chunks, one after another, each with one table per group: for every block its cells. Where a group's layers all
-        have a window, entries for blocks that lie wholly behind it may be anything. `logits` has room for all rows that
-        are wanted. Raises ValueError if any of that does not fit.
+        kept before it (`cllm.backends.base.Chunk`; what is kept is a multiple of 16). With several groups, two more
+        columns for each but the first: the first block of its table, and how many it has. `blocks` holds the tables of
+        all chunks, one after another, for every group its blocks' cells. Where a group's layers all have a window, what
+        lies wholly behind it may be missing or anything. `logits` has room for all rows that are wanted. Raises
+        ValueError if any of that does not fit.
         """
 
     def read_prompts(

@@ -83,12 +83,12 @@ def test_answers_are_those_of_a_fresh_server(path: Path) -> None:
     prompts = [[*begin, *([50] * n)] for n in (2, 200, 3, 400, 1)] + [begin[:40], [*begin[:150], 99]]
     settings = {"backend.llama_cpp.n_seq_max": 2, "resources.kv_cache_max_memory_mb": 64, "backend.threads": 1}
     settings |= {"backend.llama_cpp.n_ubatch": 64, "kv.disk.enabled": False, "drafts.enabled": False}
-    with LLM(str(path), settings=settings) as llm:
+    with LLM(str(path), backend="llama_cpp", settings=settings) as llm:
         one_by_one = [llm.generate([prompt], greedy, progress=False)[0] for prompt in prompts]
         cached = [answer.cached_tokens for answer in one_by_one]
         together = llm.generate(prompts, greedy, progress=False)
     for prompt, first, second in zip(prompts, one_by_one, together, strict=True):
-        with LLM(str(path), settings=settings) as fresh:
+        with LLM(str(path), backend="llama_cpp", settings=settings) as fresh:
             (answer,) = fresh.generate([prompt], greedy, progress=False)
         assert answer.token_ids == first.token_ids == second.token_ids
     assert cached[1] >= 300 and cached[4] == 0, "forgotten, so it is computed again"
@@ -98,11 +98,11 @@ def test_rolling_windows_need_whole_windows(path: Path) -> None:
     settings: dict[str, Any] = {"resources.max_context_length": 1024, "kv.disk.enabled": False}
     rolling = SamplingParams(context_window=ContextWindow(recent=300, keep=4), max_tokens=2, ignore_eos=True)
     with (
-        LLM(str(path), settings=settings) as llm,
+        LLM(str(path), backend="llama_cpp", settings=settings) as llm,
         pytest.raises(InvalidRequestError, match=r"kv\.window\.recent is set"),
     ):
         llm.generate([[5] * 40], rolling, progress=False)
-    with LLM(str(path), settings=settings | {"kv.window.recent": 300}) as llm:
+    with LLM(str(path), backend="llama_cpp", settings=settings | {"kv.window.recent": 300}) as llm:
         assert len(llm.generate([[5] * 40], rolling, progress=False)[0].token_ids) == 2
 
 

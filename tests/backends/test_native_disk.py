@@ -13,9 +13,12 @@ from typing import Any
 
 import pytest
 
+from architecture_kit import TINY, write_tiny
 from cllm import LLM, SamplingParams
+from cllm.backends.native import NativeBackend
 from cllm.generation import Completion
 from cllm.kv.disk.store import LOOK_INTERVAL_S
+from cllm.models.gguf import GGUFModel
 from native_disk import EXACT, prompt, settings
 from native_kit import write_model
 from repository import KITS
@@ -132,6 +135,17 @@ def test_a_server_may_be_killed_while_it_writes(model: Path, uncached: list[Any]
         answers = [llm.generate([prompt(number)], EXACT)[0] for number in range(PROMPTS)]
         assert [bits(answer) for answer in answers] == uncached
         assert llm.kv()["details"]["disk"]["counts"].get("damaged", 0) == 0
+
+
+def test_keys_that_a_longer_context_turns_in_another_way_are_others(tmp_path: Path) -> None:
+    model = GGUFModel.open(write_tiny(tmp_path / "tiny.gguf", TINY["phi3"]))
+    identities = []
+    for context in (32, 64, 128, 256):
+        with NativeBackend(
+            model, threads=1, instruction_set="auto", kv_type_k="f16", kv_type_v="f16", context=context
+        ) as backend:
+            identities.append(backend.kv_identity)
+    assert identities[0] == identities[1] != identities[2] == identities[3]
 
 
 @pytest.mark.model

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from cllm import LLM, SamplingParams
+from cllm.engine.params import ContextWindow
+from cllm.errors import InvalidRequestError
 from cllm.generation import Completion
 from llm_kit import assert_idle, empty_cache, engine_of
 from native_disk import prompt, settings
@@ -170,3 +172,22 @@ def test_an_edited_message_costs_what_follows_the_one_before(llm: LLM) -> None:
     assert answer.cached_tokens == 2 * 151 // 16 * 16
     empty_cache(llm)
     assert bits(llm.generate([edited], EXACT)[0]) == bits(answer)
+
+
+def test_rolling_windows_are_refused_by_name(llm: LLM, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rolling = replace(EXACT, context_window=ContextWindow(recent=300, keep=4))
+    with pytest.raises(InvalidRequestError, match="sliding window of their own; use --backend llama_cpp"):
+        llm.generate([prompt(0)], rolling)
+    with LLM(str(model), settings=settings(None) | {"kv.window.recent": 300}) as rolls:
+        assert len(rolls.generate([prompt(0)], rolling)[0].token_ids) == 12
+    assert "native cannot run tiny.gguf: kv.window.recent is set, but some of its layers" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+def test_quantised_memory_is_apart_in_the_same_way(model: Path, kind: str) -> None:
+    kinds = {"resources.kv_type_k": kind, "resources.kv_type_v": kind}
+    answers = []
+    for apart in (True, False):
+        with opened(model, **{"kv.free_behind_windows": apart}, **kinds) as llm:
+            answers.append([bits(llm.generate([prompt(number)], EXACT)[0]) for number in (0, 3, 0)])
+    assert answers[0] == answers[1]

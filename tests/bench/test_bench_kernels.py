@@ -144,9 +144,9 @@ class RecordingEngine:
         self.steps: list[tuple[list[int], list[list[int]], list[int], int]] = []
         self.copies: list[list[int]] = []
 
-    def allocate(self, *, blocks: int, block_size: int, type_k: str, type_v: str) -> None:
+    def allocate(self, *, cells: int, block_size: int, type_k: str, type_v: str) -> None:
         assert (block_size, type_k, type_v) == (16, "f16", "f16")
-        self.blocks = blocks
+        self.blocks = cells
 
     def step(self, tokens: Any, chunks: Any, blocks: Any, logits: Any) -> bool:
         assert tokens.dtype == chunks.dtype == blocks.dtype == np.int32 and logits.dtype == np.float32

@@ -115,7 +115,7 @@ def test_heads_that_turn_in_part_are_refused(tmp_path: Path) -> None:
     from cllm_bench.quality.reference import Reference
 
     model = GGUFModel.open(build_model().with_metadata(rope__dimension_count=8).write(tmp_path / "tiny.gguf"))
-    with pytest.raises(BenchError, match="turn all dimensions of a head"):
+    with pytest.raises(BenchError, match="turn whole heads"):
         Reference(model, threads=1)
 
 

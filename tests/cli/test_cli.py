@@ -21,6 +21,7 @@ import pytest
 import cllm.cli
 from cli_kit import FAKE, LIMIT_S, Here, Result, process, running, wait_ready
 from cllm.cli import main
+from cllm.models.architectures import ARCHITECTURES
 from thorough import slow
 
 
@@ -196,6 +197,12 @@ def test_missing_and_damaged_models_are_one_line(tmp_path: Path, here: Here) -> 
     damaged.write_bytes(b"GGUF\x03\x00\x00\x00 cut off")
     assert str(damaged) in one_error_line(here("serve", str(damaged), "--port", "0"))
     assert str(damaged) in one_error_line(here("generate", "--model", str(damaged), "hello"))
+
+
+def test_models_lists_the_architectures_that_native_can_run(here: Here) -> None:
+    rows = json.loads(here("models", "--support", "--json", "-").stdout)
+    assert [row["architecture"] for row in rows] == list(ARCHITECTURES)
+    assert "Gemma 3" in here("models", "--support").stdout
 
 
 def test_unknown_model_name_is_one_line(here: Here) -> None:

@@ -146,7 +146,7 @@ TINY: Mapping[str, TinyArchitecture] = {
         keys={
             **GEMMA4.keys,
             "attention.shared_kv_layers": 3,
-            "embedding_length_per_layer_input": 16,
+            "embedding_length_per_layer_input": 32,
             "feed_forward_length": [96, 96, 96, 192, 192, 192],
             "final_logit_softcapping": 3.0,
         },
@@ -154,6 +154,7 @@ TINY: Mapping[str, TinyArchitecture] = {
     ),
     "phi3": LONGROPE,
     "phi3, short": replace(LONGROPE, keys={**LONGROPE.keys, "rope.scaling.original_context_length": 256}),
+    "phi3, windows": TinyArchitecture("phi3", {"attention.sliding_window": 16}, head_dim=16, fused=True),
     "granite": TinyArchitecture("granite", SCALED_GRANITE),
     "granite without positions": TinyArchitecture("granite", SCALED_GRANITE | {"rope.scaling.finetuned": False}),
     "smollm3": TinyArchitecture("smollm3"),

@@ -40,6 +40,7 @@ from cllm._native import RowSampler, instruction_sets, pack_roundtrip  # noqa: E
 from cllm.backends.native.loader import load_engine  # noqa: E402
 from cllm.errors import ModelError  # noqa: E402
 from cllm.models.gguf import GGUFModel  # noqa: E402
+from layers_kit import FEATURES, MODELS, GroupRig, load, random_weights  # noqa: E402
 from native_kit import ARCHITECTURES, WEIGHT_TYPES, build_model, random_matrix  # noqa: E402
 from step_kit import Part, Rig, pack, random_tokens  # noqa: E402
 
@@ -92,6 +93,23 @@ def steps(rig: Rig, scale: int) -> None:
     )
     rig.step(*(Part(tokens[i : i + 1], 32 + i, long, **few) for i in range(20)))
     assert rig.engine.step(*pack([]), np.empty((0, rig.n_vocab), np.float32))
+
+
+def layers(*, quick: bool) -> None:
+    """Layers that differ, with windows, in groups of cells: prompts, pieces of them, single tokens."""
+    specs = {name: of(33) for name, of in MODELS.items()} | {
+        name: FEATURES[name] for name in list(FEATURES)[:: quick * 5 + 1]
+    }
+    for index, (name, spec) in enumerate(specs.items()):
+        weights, tokens = random_weights(spec), random_tokens(spec.n_vocab, 310)
+        for instruction_set in instruction_sets():
+            quantised = spec.n_embd % 32 == 0 and index % 2 == 0
+            engine = load(spec, weights, instruction_set=instruction_set, threads=1 + index % 3, q8=quantised)
+            fitting = [kind for kind in KV_TYPES if kind == "f16" or name != "other sizes"]
+            for kv_type in fitting if not quick else fitting[index % len(fitting) :][:1]:
+                rig = GroupRig(spec, engine, kv_type=kv_type, grouped=index % 4 > 0 or name in MODELS)
+                rig.all_logits(tokens[: 60 if quick and name in FEATURES else 310], cuts=[40, 41, 42, 260])
+        print(f"layers, {name}: done", flush=True)
 
 
 def reads(rig: Rig) -> None:
@@ -300,6 +318,7 @@ def main() -> None:
         aborts(Rig(path, threads=3))
         lives(path)
         together([path, folder / "model.gguf"] * 2)
+        layers(quick=quick)
         samples()
         packings()
         damaged_files(folder, 60 if quick else 600)

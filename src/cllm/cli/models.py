@@ -42,12 +42,16 @@ def models(
     backend: BackendOption = None,
     config_file: ConfigOption = None,
     assignments: SetOption = None,
+    support: Annotated[bool, typer.Option("--support", help="List the architectures that native can run.")] = False,
     json_file: JsonOption = None,
 ) -> None:
     """List the models on this machine and their memory use. Searches cLLM's cache and Hugging Face's, and shows the
     memory for the weights and for the K/V of 1,000 tokens."""
     from cllm.models.registry import local_models
 
+    if support:
+        _show_support(json_file)
+        return
     config = load_settings(config_file, assignments, {"backend.type": backend}).config
     logging.getLogger("cllm").setLevel(logging.ERROR)  # the table shows which backend would run it
     found = _named(places) if places else local_models()
@@ -55,6 +59,18 @@ def models(
     write_or_show(json_file, rows, lambda: _print(rows, asked=places or ()))
     if any("problem" in row and row["name"] in (places or ()) for row in rows):  # only for models given by name
         raise typer.Exit(2)
+
+
+def _show_support(json_file: Path | None) -> None:
+    from rich.table import Table
+
+    from cllm.models.architectures import ARCHITECTURES
+
+    table = Table("architecture", "models", box=None, pad_edge=False, header_style="bold")
+    rows = [{"architecture": name, "models": each.models} for name, each in ARCHITECTURES.items()]
+    for row in rows:
+        table.add_row(*row.values())
+    write_or_show(json_file, rows, lambda: open_console().print(table))
 
 
 def _named(places: list[str]) -> list[tuple[str, Path | None]]:

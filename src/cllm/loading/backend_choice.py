@@ -11,6 +11,7 @@ from cllm.errors import ModelError
 from cllm.loading.resources import Weights
 from cllm.loading.torch_model import Model, asks_for_gpu, gpu_refusal, has_gpu, torch_refusal, torch_weights
 from cllm.models.gguf import GGUFModel
+from cllm.models.gguf_decoder import decoder_spec
 from cllm.models.hf_directory import HFModel
 from cllm.models.registry import resolve
 
@@ -58,6 +59,8 @@ def _choose_for_cpu(config: Config, model: GGUFModel) -> Literal["native", "llam
     if config.backend.type == "llama_cpp":
         return "llama_cpp"
     refusal = _native_refusal(model)
+    if refusal is None and config.kv.window.recent is not None and _has_windows(model):
+        refusal = "kv.window.recent is set, but some of its layers have a sliding window of their own"
     if refusal is None:
         return "native"
     if config.backend.type == "native":
@@ -83,6 +86,10 @@ def _native_refusal(model: GGUFModel) -> str | None:
     from cllm.backends.native import unsupported
 
     return unsupported(model)
+
+
+def _has_windows(model: GGUFModel) -> bool:
+    return any(layer.attention.window for layer in decoder_spec(model).layers)
 
 
 def _check_llama_cpp_installed(otherwise: str) -> None:

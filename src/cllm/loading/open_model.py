@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cllm.backends.base import Backend
 from cllm.config import Config, InvalidConfigError
@@ -180,7 +180,7 @@ def _open_llama_cpp(config: Config, model: GGUFModel, threads: int) -> Backend:
 
         most = max(settings.n_batch, config.resources.max_context_length or 0)
         return LlamaCppEncoder(model, threads=threads, n_batch=most, mmap=settings.mmap, mlock=settings.mlock)
-    return LlamaCppBackend(
+    backend = LlamaCppBackend(
         model.path,
         threads=threads,
         n_batch=settings.n_batch,
@@ -194,6 +194,8 @@ def _open_llama_cpp(config: Config, model: GGUFModel, threads: int) -> Backend:
         whole_windows=config.kv.window.recent is not None,
         pooling=model.pooling,
     )
+    backend.spec = replace(backend.spec, layers=model.spec.layers)  # llama.cpp tells of the first one only
+    return backend
 
 
 def _chat_template(config: Config, model: Model | None) -> TemplateSource:

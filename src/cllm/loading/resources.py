@@ -60,8 +60,7 @@ FREES_WINDOWS = ("native", "fake")
 def kv_layout(config: Config, spec: ModelSpec, kind: str) -> KVLayout:
     """How a backend of this kind lays out K and V."""
     settings = config.resources
-    rolls = config.kv.window.recent is not None  # which takes tokens out of the middle of all layers' memory
-    apart = kind in FREES_WINDOWS and config.kv.free_behind_windows and not rolls
+    apart = kind in FREES_WINDOWS and config.kv.free_behind_windows
     return spec.kv_layout(settings.kv_type_k, settings.kv_type_v, settings.block_size, apart=apart)
 
 

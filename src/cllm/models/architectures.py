@@ -33,6 +33,8 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
+    models: str
+    """Known ones."""
     neox: bool = True
     """Whether RoPE pairs dimension i of a head with i + half of them (otherwise 2i with 2i + 1)."""
     divisors: bool = False
@@ -94,16 +96,19 @@ def _unturned(layer: LayerSpec) -> LayerSpec:
     return replace(layer, attention=replace(layer.attention, rotation=None))
 
 
-_GEMMA = Architecture(activation="gelu", scaled_embedding=True)
+_GEMMA = Architecture("Gemma", activation="gelu", scaled_embedding=True)
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture(neox=False, divisors=True),
-    "qwen2": Architecture(),
-    "qwen3": Architecture(qk_norm="head"),
-    "mistral3": Architecture(neox=False, divisors=True, keys={"attention.temperature_scale": 0.0}),
+    "llama": Architecture("Llama 2 and 3, Mistral 7B, SmolLM2, TinyLlama", neox=False, divisors=True),
+    "qwen2": Architecture("Qwen2 and Qwen2.5"),
+    "qwen3": Architecture("Qwen3 (dense)", qk_norm="head"),
+    "mistral3": Architecture(
+        "Ministral 3, Devstral 2", neox=False, divisors=True, keys={"attention.temperature_scale": 0.0}
+    ),
     "gemma": _GEMMA,
     "gemma2": replace(
         _GEMMA,
+        models="Gemma 2",
         norms="both",
         windows=Windows(period=2, default=4096),
         keys={"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
@@ -111,6 +116,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "gemma3": replace(
         _GEMMA,
+        models="Gemma 3",
         norms="both",
         qk_norm="head",
         windows=Windows(period=6, base=10000.0),
@@ -119,6 +125,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "gemma4": replace(
         _GEMMA,
+        models="Gemma 4 (dense, E2B, E4B)",
         divisors=True,
         norms="both",
         qk_norm="head",
@@ -126,22 +133,23 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         keys={"final_logit_softcapping": 30.0},
         layer=_gemma4,
     ),
-    "phi3": Architecture(divisors=True, windows=Windows(period=0)),
+    "phi3": Architecture("Phi-3, Phi-3.5 mini, Phi-4, Phi-4 mini", divisors=True, windows=Windows(period=0)),
     "granite": Architecture(
+        "Granite 3 (dense)",
         neox=False,
         divisors=True,
         keys={"attention.scale": 0.0, "embedding_scale": 0.0, "residual_scale": 0.0, "logit_scale": 0.0},
         layer=_granite,
     ),
-    "smollm3": Architecture(neox=False, layer=_smollm3),
-    "olmo2": Architecture(norms="after", qk_norm="row", windows=Windows(period=4, base=0.0)),
+    "smollm3": Architecture("SmolLM3", neox=False, layer=_smollm3),
+    "olmo2": Architecture("OLMo 2 and 3", norms="after", qk_norm="row", windows=Windows(period=4, base=0.0)),
     "exaone4": Architecture(
-        divisors=True, norms="after", qk_norm="head", windows=Windows(period=4), layer=_exaone4
+        "EXAONE 4.0", divisors=True, norms="after", qk_norm="head", windows=Windows(period=4), layer=_exaone4
     ),
-    "glm4": Architecture(neox=False, norms="both"),
-    "ernie4_5": Architecture(neox=False),
+    "glm4": Architecture("GLM-4 0414 (dense)", neox=False, norms="both"),
+    "ernie4_5": Architecture("ERNIE 4.5 0.3B", neox=False),
     "hunyuan-dense": Architecture(
-        divisors=True, qk_norm="head", keys={"rope.scaling.alpha": 0.0}, layer=_hunyuan
+        "Hunyuan dense", divisors=True, qk_norm="head", keys={"rope.scaling.alpha": 0.0}, layer=_hunyuan
     ),
-    "seed_oss": Architecture(names={"ffn_norm": "post_attention_norm"}),
-}  # fmt: skip
+    "seed_oss": Architecture("Seed-OSS", names={"ffn_norm": "post_attention_norm"}),
+}

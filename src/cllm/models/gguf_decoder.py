@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Container, Iterator
 from dataclasses import replace
+from typing import Any
 
 from gguf import GGMLQuantizationType
 
@@ -28,7 +29,7 @@ from cllm.models.gguf_rotation import (
     rope_dims,
     scaling,
 )
-from cllm.models.spec import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, Rotation, Temperature
+from cllm.models.spec import FeedForwardSpec, LayerSpec, ModelSpec, Rotation, Temperature
 from cllm.models.tensors import TensorSpec, all_tensors, layer_tensors, outer_tensors
 
 _FACTORS = (FREQUENCIES, LONG, SHORT)
@@ -51,7 +52,6 @@ _UNSUPPORTED_KEYS: dict[str, tuple[object, ...]] = {
     "rope.dimension_sections": (),
     "rope.scaling.alpha": (0.0,),
     "rope.scaling.yarn_ext_factor": (1.0,),
-    "rope.scaling.yarn_attn_factor": (1.0,),
     "use_parallel_residual": (False,),
 }
 
@@ -136,18 +136,10 @@ def _read_layers(model: GGUFModel, architecture: Architecture, full: Rotation) -
     kinds: dict[LayerSpec, LayerSpec] = {}
     layers = []
     for index, n_ff in enumerate(model.keys.sizes("feed_forward_length", len(sizes))):
-        own, slides = sizes[index].attention, sliding[index]
-        attention = replace(
-            common,
-            n_heads=own.n_heads,
-            n_kv_heads=own.n_kv_heads,
-            head_dim_k=own.head_dim_k,
-            head_dim_v=own.head_dim_v,
-            kv_from=own.kv_from,
-        )
+        attention, slides = replace(sizes[index].attention, **common), sliding[index]
         if slides:
             assert architecture.windows is not None
-            turned = read_sliding_rotation(model.keys, full, architecture.windows.base, own.head_dim_k)
+            turned = read_sliding_rotation(model.keys, full, architecture.windows.base, attention.head_dim_k)
             attention = replace(attention, rotation=turned, window=window if window < model.spec.context_length else 0)
         layer = LayerSpec(attention, FeedForwardSpec(n_ff, architecture.activation), architecture.norms)
         if architecture.layer is not None:
@@ -156,22 +148,20 @@ def _read_layers(model: GGUFModel, architecture: Architecture, full: Rotation) -
     return tuple(layers)
 
 
-def _common_attention(model: GGUFModel, architecture: Architecture, full: Rotation) -> AttentionSpec:
+def _common_attention(model: GGUFModel, architecture: Architecture, full: Rotation) -> dict[str, Any]:
+    """Fields of `AttentionSpec`."""
     beta = _number(model, architecture, "attention.temperature_scale")
     length = model.keys.size("rope.scaling.original_context_length", model.spec.context_length)
-    return AttentionSpec(
-        n_heads=0,
-        n_kv_heads=0,
-        head_dim_k=0,
-        head_dim_v=0,
-        rotation=full,
-        qkv_bias=any(name.endswith((*(f"{part}.bias" for part in _QKV), "attn_qkv.bias")) for name in model.tensors),
-        output_bias=any(name.endswith("attn_output.bias") for name in model.tensors),
-        qk_norm=architecture.qk_norm,
-        scale=_number(model, architecture, "attention.scale") or None,
-        softcap=_number(model, architecture, "attn_logit_softcapping"),
-        temperature=Temperature(beta, length) if beta else None,
-    )
+    biases = tuple(f"{part}.bias" for part in (*_QKV, "attn_qkv"))
+    return {
+        "rotation": full,
+        "qkv_bias": any(name.endswith(biases) for name in model.tensors),
+        "output_bias": any(name.endswith("attn_output.bias") for name in model.tensors),
+        "qk_norm": architecture.qk_norm,
+        "scale": _number(model, architecture, "attention.scale") or None,
+        "softcap": _number(model, architecture, "attn_logit_softcapping"),
+        "temperature": Temperature(beta, length) if beta else None,
+    }
 
 
 def _read_window(model: GGUFModel, architecture: Architecture) -> int:

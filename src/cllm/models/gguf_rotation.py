@@ -92,8 +92,8 @@ def _yarn(keys: Keys, plain: Rotation, factor: float) -> Rotation:
     if plain.divisors is not None:
         divisors = divisors * np.array(plain.divisors)
     all_dims = keys.number("rope.scaling.yarn_log_multiplier", 0.0)
-    magnitude = plain.magnitude * _sharpness(factor, 1.0) / _sharpness(factor, all_dims)
-    return replace(plain, divisors=tuple(divisors.tolist()), magnitude=magnitude)
+    sharper = keys.positive("rope.scaling.yarn_attn_factor", _sharpness(factor, 1.0) / _sharpness(factor, all_dims))
+    return replace(plain, divisors=tuple(divisors.tolist()), magnitude=plain.magnitude * sharper)
 
 
 def _sharpness(factor: float, weight: float) -> float:

@@ -54,8 +54,7 @@ class Reference:
         spec = decoder_spec(model)
         rotation, head_dim = spec.layers[0].attention.rotation, spec.layers[0].attention.head_dim_k
         if spec.architecture not in _ARCHITECTURES or rotation is None or rotation.dims < head_dim:
-            wanted = f"only of {', '.join(_ARCHITECTURES)} that turn all dimensions of a head"
-            raise BenchError(f"{model.path}: the truth cannot be computed: {wanted}")
+            raise BenchError(f"{model.path}: the truth is known of {', '.join(_ARCHITECTURES)} that turn whole heads")
         torch.set_num_threads(threads)
         self._torch = torch
         config = transformers.AutoConfig.for_model(spec.architecture, **_config(spec))

@@ -1,7 +1,8 @@
 """The backend over the C++ engine: chunks become three arrays, and one call computes them.
 
     chunks ──► tokens   5 9 2 8 4 7 …     of all chunks, one after another
-               rows     4 0 1 2 0 0       a chunk each: tokens, first position, wanted logits, blocks, dropped, kept
+               rows     4 0 1 2 0 0       a chunk each: tokens, first position, wanted logits, blocks, dropped, kept;
+                                          first block and blocks of local layers that have their own
                table    7 3 9 4 0 …       all block tables, one after another
 
 The engine checks what it is given against its own geometry, so a wrong block or position is an error here, never a
@@ -38,7 +39,6 @@ from cllm.backends.base import (
 )
 from cllm.backends.native.loader import load_engine, unsupported
 from cllm.errors import BackendError, ConfigError, ModelError, StepAbortedError
-from cllm.kv.groups import LocalTable
 from cllm.kv.ops import BlockGeometry, Geometry, Move
 from cllm.models.gguf import GGUFModel
 from cllm.models.gguf_decoder import decoder_spec
@@ -47,8 +47,7 @@ from cllm.models.load_progress import LoadProgress
 log = logging.getLogger("cllm")
 
 _NO_WINDOW = (
-    "this model has layers with a sliding window of their own, whose memory is kept apart; set "
-    "kv.free_behind_windows to false, or kv.window.recent for all requests"
+    "some layers of this model have a sliding window of their own; use --backend llama_cpp and set kv.window.recent"
 )
 _POOLING = {"last": 1, "mean": 2, "cls": 3}
 _SCORE_COLUMNS = 90
@@ -75,6 +74,8 @@ class NativeBackend(Backend):
             raise ModelError(f"{model.path}: the native engine cannot run this model: {reason}")
         self.spec = decoder_spec(model, context)
         self.traits = replace(self.traits, pooling=model.pooling, score_weight=1 + _head_share(model))
+        if any(layer.attention.window for layer in self.spec.layers):
+            self.traits = replace(self.traits, no_window=_NO_WINDOW)
         self._kv_types = kv_type_k, kv_type_v
         self._large_pages = large_pages
         self._geometry: BlockGeometry | None = None
@@ -96,8 +97,6 @@ class NativeBackend(Backend):
             raise BackendError("the native engine keeps its K/V in blocks, not in slots")
         self._reserve(geometry)
         self._geometry = geometry
-        if geometry.layout is not None:
-            self.traits = replace(self.traits, no_window=_NO_WINDOW)
 
     @property
     def kv_bytes(self) -> int:
@@ -201,7 +200,9 @@ class NativeBackend(Backend):
 
     @property
     def kv_identity(self) -> dict[str, str | int]:
-        return {"layout": "tiles of 16", "instructions": self._open().instruction_set, "build": _build()}
+        spec = hashlib.sha256(repr(self.spec).encode()).hexdigest()  # LongRoPE turns keys by how long texts may be
+        own = {"layout": "tiles of 16", "instructions": self._open().instruction_set, "build": _build()}
+        return {**own, "spec": spec[:16]}
 
     def describe(self) -> str:
         engine = self._open()
@@ -326,27 +327,16 @@ def _as_arrays(chunks: Sequence[Chunk]) -> tuple[NDArray[np.int32], NDArray[np.i
     rows: list[int] = []
     for chunk in chunks:
         tokens += chunk.tokens
-        blocks = chunk.blocks
-        if chunk.local is None:
-            table.fromlist(blocks)
-        else:
-            blocks = _add_both(table, blocks, chunk.local)
-        rows += (len(chunk.tokens), chunk.start, chunk.wanted_logits, len(blocks), chunk.dropped, chunk.kept)
+        table.fromlist(chunk.blocks)
+        rows += (len(chunk.tokens), chunk.start, chunk.wanted_logits, len(chunk.blocks), chunk.dropped, chunk.kept)
+        if chunk.local is not None:
+            table.fromlist(chunk.local.cells)
+            rows += (chunk.local.first, len(chunk.local.blocks))
     return (
         np.frombuffer(tokens, np.int32),
-        np.array(rows, np.int32).reshape(-1, 6),
+        np.array(rows, np.int32).reshape(len(chunks), -1),
         np.frombuffer(table, np.int32),
     )
-
-
-def _add_both(table: array[int], blocks: list[int], local: LocalTable) -> list[int]:
-    """The blocks that full and local layers both have; what is behind the window is not read, and may be anything."""
-    blocks = blocks[: local.end]
-    table.fromlist(blocks)
-    cells = len(local.cells) // max(1, len(local.blocks))
-    table.frombytes(bytes(table.itemsize * cells * local.first))
-    table.fromlist(local.cells[: cells * (len(blocks) - local.first)])
-    return blocks
 
 
 def _check_instruction_set(asked: str) -> None:

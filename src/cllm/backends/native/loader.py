@@ -28,8 +28,6 @@ _TYPES = frozenset({
     GGMLQuantizationType.IQ3_S, GGMLQuantizationType.IQ3_XXS, GGMLQuantizationType.IQ2_S, GGMLQuantizationType.IQ2_XS,
     GGMLQuantizationType.IQ2_XXS,
 })  # fmt: skip
-_FEATURES = frozenset(FEATURES) - {"norms behind the rotation"}
-"""What it supports of `cllm.models.features`."""
 _MAX_HEAD_DIM = 512
 _TILE_ROWS = 16
 _PIECE_BYTES = 16 << 20  # read and packed at a time
@@ -37,7 +35,7 @@ _PIECE_BYTES = 16 << 20  # read and packed at a time
 
 def unsupported(model: GGUFModel) -> str | None:
     """Why the native engine cannot run this model, as one clause; None: it can, unless the file is damaged."""
-    reason = unsupported_reason(model, _TYPES, _FEATURES)
+    reason = unsupported_reason(model, _TYPES, FEATURES)
     if reason is not None:
         return reason
     for head_dim in sorted({layer.attention.head_dim_k for layer in model.spec.layers}):

@@ -11,14 +11,16 @@ from cllm.kv.groups import LocalTable
 from cllm.kv.paged.arena import Arena
 from cllm.kv.paged.block_table import BlockMatch, allocation_of
 from cllm.kv.paged.local import LocalMemory
+from cllm.kv.paged.resizing import ArenaResizer
 from cllm.kv.paged.room import Room
 from cllm.kv.sequence import KVSequence
 
 
 class LocalTables:
-    def __init__(self, arena: Arena, room: Room) -> None:
+    def __init__(self, arena: Arena, room: Room, resizer: ArenaResizer | None) -> None:
         self._arena = arena
         self._room = room
+        self._resizer = resizer
 
     @property
     def cells(self) -> int:
@@ -103,7 +105,8 @@ class LocalTables:
         if len(sequence.tokens) - computed <= 1:
             return
         end = min(self._arena.blocks_for(sequence.needed), local.first_needed(computed) + local.most_blocks)
-        count = min(end - table.end, self._arena.pool.free // self.cells)
+        unused = self._arena.pool.free - (0 if self._resizer is None else self._resizer.pending)
+        count = min(end - table.end, unused // self.cells)
         if count > 0:
             self._add(sequence, self._room.for_prompt(count * self.cells, allocation_of(sequence).number))
 

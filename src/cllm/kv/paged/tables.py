@@ -33,7 +33,7 @@ class BlockTables:
         self._upkeep = upkeep
         self._resizer = resizer
         self._watermark = watermark
-        self._local = None if arena.local is None else LocalTables(arena, room)
+        self._local = None if arena.local is None else LocalTables(arena, room, resizer)
 
     def admit(self, sequence: KVSequence) -> bool:
         """Begin with what is cached. False: there is no room now, and nothing has changed."""
