@@ -4,8 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+REAL_MODELS ?= $(CURDIR)/build/real-models
 
-.PHONY: help install serve test test-clients test-cluster test-exhaustive test-slow test-torch lint bench clean
+.PHONY: help install serve test test-clients test-cluster test-exhaustive test-real test-slow test-torch lint bench clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -36,6 +37,10 @@ test-clients: $(VENV)/.ready-clients ## install API clients (openai, anthropic, 
 test-torch: $(VENV)/.ready-torch ## install torch and run the tests that need it (ARGS="-k gguf" for a part of them)
 	$(BIN)/cllm pull smollm2
 	$(BIN)/python -m pytest tests/on_torch $(ARGS)
+
+test-real: $(VENV)/.ready-test ## fetch models with real weights (1.7 GB, once) and test with them
+	$(BIN)/python scripts/real_models.py $(REAL_MODELS)
+	CLLM_REAL_MODELS=$(REAL_MODELS) $(BIN)/python -m pytest tests/real -s $(ARGS)
 
 test-cluster: $(VENV)/.ready-cluster ## install Ray and run the tests of clusters, on several nodes in this machine (ARGS="-k drain")
 	$(BIN)/cllm pull smollm2

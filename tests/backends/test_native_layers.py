@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -151,6 +152,30 @@ def test_chunks_of_any_size(data: st.DataObject) -> None:
     expected = GroupRig(spec, alone, kv_type=kv_type, grouped=False).run(tokens)
     several = GroupRig(spec, engine(name, window, "auto", 2)[1], kv_type=kv_type, seed=length)
     assert_same(several.run(tokens, cuts)[-1:], expected)
+
+
+@pytest.mark.parametrize("kv_type", KV_TYPES)
+@pytest.mark.parametrize(
+    "feature",
+    ["sinks", "softcap", "temperature", "norm of turned heads", "norm of all heads, biases", "no rotation",
+     "keys of an earlier layer", "inputs of layers, scaled"],
+)  # fmt: skip
+def test_dropped_tokens(feature: str, kv_type: str) -> None:
+    """A rolling window, in one chunk and token by token."""
+    spec = FEATURES[feature]
+    tokens, rows = random_tokens(spec.n_vocab, 60, seed=8), []
+    table = np.array([3, 0, 2, 1], np.int32)
+    for cuts in ([40, 60], [40, *range(41, 61)], [40, 47, 60]):
+        loaded = load(spec, random_weights(spec), threads=len(cuts))
+        loaded.allocate(cells=4, block_size=16, type_k=kv_type, type_v=kv_type)
+        found = np.empty((60, spec.n_vocab), np.float32)
+        for begin, end in pairwise([0, *cuts]):
+            chunk = [[end - begin, begin, end - begin, 4, 4096 if begin else 0, 16 if begin else 0]]
+            ids = np.array(tokens[begin:end], np.int32)
+            assert loaded.step(ids, np.array(chunk, np.int32), table, found[begin:end])
+        rows.append(found)
+    assert_same(rows[1], rows[0], "token by token:")
+    assert_same(rows[2], rows[0], "in pieces:")
 
 
 # --- the layout ---

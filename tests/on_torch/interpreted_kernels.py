@@ -92,7 +92,8 @@ RICH: dict[str, ModelSpec] = {
     "norms last": decoder(norms=True, qk_norm_last=True),
     "values of keys": decoder(norms=True, v_is_k=True, v_norm=True),
     "another's keys": replace(
-        decoder(norms=True), layers=decoder(norms=True).layers[:1] + decoder(norms=True, kv_from=0).layers[:1]
+        decoder(norms=True),
+        layers=decoder(norms=True).layers[:1] + decoder(norms=True, kv_from=0, v_norm=True).layers[:1],
     ),
 }
 """Attention with more than plain decoders have."""

@@ -25,6 +25,7 @@ from cllm.backends.torch.staging import upload
 from cllm.engine.params import SamplingParams
 from cllm.engine.sampling import TokenChooser
 from draw_kit import agrees
+from repository import KITS
 
 HERE = Path(__file__).parent
 SIZE = 40
@@ -33,7 +34,7 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Tri
 
 def run_apart(script: str, **environment: str) -> str:
     """In a process of its own: whether kernels are interpreted is decided when Triton is imported."""
-    paths = os.pathsep.join([str(HERE), str(HERE.parent)])
+    paths = os.pathsep.join(map(str, (HERE, HERE.parent, KITS)))
     known = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ran = subprocess.run(
         [sys.executable, str(HERE / script)],

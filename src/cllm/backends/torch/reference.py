@@ -5,6 +5,7 @@ Computed in float32, or in float64 if the inputs are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from cllm.backends.torch.linear import FP8, FP8_LARGEST
 from cllm.models.spec import Activation, AttentionSpec
 
 INT8_LARGEST = 127.0
+Norm = Callable[[Tensor, Tensor, float], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,30 +67,31 @@ def rotate(x: Tensor, rotations: Tensor) -> Tensor:
     return torch.cat((low * cosines - high * sines, high * cosines + low * sines), dim=-1).to(x.dtype)
 
 
-def prepare(qkv: Tensor, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
+def prepare(qkv: Tensor, attention: Attention, norm: Norm = rms_norm) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values as [tokens, heads, head_dim]: normalised as far as that comes before they are turned.
     There are no keys and values where a layer takes those of another."""
-    own, eps, tokens = attention.spec, attention.eps, len(qkv)
+    own, tokens = attention.spec, len(qkv)
     q, rest = qkv[:, : own.q_size], qkv[:, own.q_size :]
     k = rest[:, : own.k_size]
     v = (k if own.v_is_k else rest[:, own.k_size :]).reshape(tokens, -1, own.head_dim_v)
     if own.qk_norm == "row" and not own.qk_norm_last:
-        q, k = _norm_both(q, k, attention)
+        q, k = _norm_both(q, k, attention, norm)
     q, k = (part.reshape(tokens, -1, own.head_dim_k) for part in (q, k))
     if own.qk_norm == "head" and not own.qk_norm_last:
-        q, k = _norm_both(q, k, attention)
-    if own.v_norm:
-        wide = _wide(v)
-        v = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(v.dtype)
+        q, k = _norm_both(q, k, attention, norm)
+    if own.v_norm and own.kv_from is None:
+        v = norm(v, v.new_ones(own.head_dim_v), attention.eps)
     return q, k, v
 
 
-def rotate_and_store(qkv: Tensor, attention: Attention, batch: StepBatch, memory: LayerMemory) -> Tensor:
+def rotate_and_store(
+    qkv: Tensor, attention: Attention, batch: StepBatch, memory: LayerMemory, norm: Norm = rms_norm
+) -> Tensor:
     own, turned = attention.spec, attention.rotations[batch.positions.long()]
-    q, k, v = prepare(qkv, attention)
+    q, k, v = prepare(qkv, attention, norm)
     q, k = rotate(q, turned), rotate(k, turned)
     if own.qk_norm_last:
-        q, k = _norm_both(q, k, attention)
+        q, k = _norm_both(q, k, attention, norm)
     if own.kv_from is None:
         store(k, v, memory, batch.slots)
     return temper(q, attention, batch)
@@ -100,10 +103,10 @@ def temper(q: Tensor, attention: Attention, batch: StepBatch) -> Tensor:
     return q * attention.factors[batch.positions.long()].to(q.dtype)[:, None, None]
 
 
-def _norm_both(q: Tensor, k: Tensor, attention: Attention) -> tuple[Tensor, Tensor]:
+def _norm_both(q: Tensor, k: Tensor, attention: Attention, norm: Norm) -> tuple[Tensor, Tensor]:
     assert attention.q_norm is not None
-    q = rms_norm(q, attention.q_norm, attention.eps)
-    return q, k if attention.k_norm is None else rms_norm(k, attention.k_norm, attention.eps)
+    q = norm(q, attention.q_norm, attention.eps)
+    return q, k if attention.k_norm is None else norm(k, attention.k_norm, attention.eps)
 
 
 def store(keys: Tensor, values: Tensor, memory: LayerMemory, slots: Tensor) -> None:

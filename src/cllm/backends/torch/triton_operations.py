@@ -73,9 +73,9 @@ class TritonOperations(Operations):
         own = attention.spec
         if own.qk_norm_last or own.kv_from is not None:
             # The kernel normalises before it turns, and has keys and values beside the queries. Few models need this.
-            return reference.rotate_and_store(qkv, attention, batch, memory)
+            return reference.rotate_and_store(qkv, attention, batch, memory, _norm_rows)
         if own.qk_norm == "row" or own.v_norm or own.v_is_k:
-            q, k, v = reference.prepare(qkv, attention)
+            q, k, v = reference.prepare(qkv, attention, _norm_rows)
             qkv, norms = torch.cat((q, k, v), dim=1).flatten(1), False
         else:
             norms = own.qk_norm == "head"
@@ -271,6 +271,12 @@ def _norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, adds: bool
         *(x, residual, weight, out, eps), width=width, padded=triton.next_power_of_2(width), adds=adds, num_warps=8
     )
     return out
+
+
+def _norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """A norm of any shape. torch's own sums may be taken in another order where there are more rows."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    return _norm(rows, rows, weight, eps, adds=False).view(x.shape)
 
 
 def _attend_chunks(q: Tensor, attention: Attention, batch: StepBatch, memory: LayerMemory, out: Tensor) -> None:
