@@ -110,6 +110,17 @@ def test_a_window_comes_back_with_its_prefix_or_neither_does(tmp_path: Path) -> 
     third.kv.check()
 
 
+def test_a_load_that_lacks_a_cell_of_the_window_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache(tmp_path, window=6, blocks=64)
+    assert cache.run(LONG) == 0
+    later = again(cache, tmp_path, window=6, blocks=64)
+    finish = later.kv.loads._finish_from_disk
+    monkeypatch.setattr(later.kv.loads, "_finish_from_disk", lambda loaded, *which: finish(loaded - 1, *which))
+    assert later.run([*LONG, 8]) == 0
+    assert later.kv.usage().disk.failed_loads == 1 and later.kv.usage().disk.loaded_tokens == 0
+    later.kv.check()
+
+
 def test_other_spaces_do_not_find_it(cache: Cache, tmp_path: Path) -> None:
     cache.run(LONG, b"one")
     later = again(cache, tmp_path)

@@ -231,10 +231,12 @@ class BlockLoads:
         except BackendError as error:
             disk.fault("loading blocks from disk", error)
             loaded = 0
-        if loaded < len(own):
+        whole = loaded == len(own)
+        if not whole:
             self._tables.drop_local(holder)
         loaded = min(loaded, asked)
-        disk.note_load(loaded * self._arena.block_size, asked * self._arena.block_size)
+        of_use = loaded if whole or len(own) == asked else 0
+        disk.note_load(of_use * self._arena.block_size, asked * self._arena.block_size)
         return loaded
 
     def _release(self, holder: LoadingSequence) -> None:
