@@ -191,3 +191,10 @@ def test_quantised_memory_is_apart_in_the_same_way(model: Path, kind: str) -> No
         with opened(model, **{"kv.free_behind_windows": apart}, **kinds) as llm:
             answers.append([bits(llm.generate([prompt(number)], EXACT)[0]) for number in (0, 3, 0)])
     assert answers[0] == answers[1]
+
+
+def test_while_idle_a_sequence_may_stay_with_its_windows(model: Path) -> None:
+    with opened(model, **{"resources.max_context_length": 1024, "resources.kv_cache_max_memory_mb": 0.5}) as llm:
+        kv = engine_of(llm).scheduler.kv
+        windows = kv.arena.local.most_blocks * kv.arena.local.shape.cells * kv.arena.block_bytes
+        assert kv.upkeep.settings.idle_bytes == 1024 * 128 + windows

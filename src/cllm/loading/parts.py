@@ -15,7 +15,7 @@ from cllm.engine.row_sampler import RowSampler, open_sampler
 from cllm.engine.scheduler import Scheduler
 from cllm.kv.groups import KVLayout
 from cllm.kv.manager import KVManager
-from cllm.kv.ops import BlockGeometry, BlockOps, SlotOps
+from cllm.kv.ops import BlockOps, SlotOps
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.paged.upkeep import UpkeepSettings
 from cllm.kv.sizing import MIB, plan_blocks, plan_slots, slot_tokens_within
@@ -225,12 +225,10 @@ def _idle_bytes(config: Config, budget: int, least: int) -> int:
     return min(budget, max(budget // 4, least) if asked is None else int(asked * MIB))
 
 
-def _upkeep(
-    config: Config, backend: Backend, geometry: BlockGeometry, token_bytes: int, context: int
-) -> UpkeepSettings:
+def _upkeep(config: Config, backend: Backend, budget: int, sequence_bytes: int) -> UpkeepSettings:
     if not backend.traits.gives_memory_back:
         return UpkeepSettings(compaction="always" if config.kv.compaction == "always" else "off")
-    idle = _idle_bytes(config, geometry.tokens * token_bytes, min(context, ENOUGH_TOKENS) * token_bytes)
+    idle = _idle_bytes(config, budget, sequence_bytes)
     return UpkeepSettings(
         release_after_s=config.kv.release_after_s,
         idle_bytes=idle,
@@ -244,9 +242,10 @@ def _block_memory(
 ) -> _Memory:
     token_bytes, local = layout.token_bytes, local_shape(config, layout, backend.traits.preferred_step_tokens)
     geometry = plan_blocks(budget_bytes=budget, bytes_per_token=token_bytes, block_size=layout.block_size)
+    windows = local_bytes(local, layout, context)
     if local is not None:
         geometry = replace(geometry, layout=layout)
-        check_local_room(budget, local_bytes(local, layout, context), context * token_bytes)
+        check_local_room(budget, windows, context * token_bytes)
     backend.allocate(geometry)
     ops = backend.ops
     assert isinstance(ops, BlockOps)
@@ -261,7 +260,9 @@ def _block_memory(
         pin_limit=config.kv.pin_limit,
         watermark=config.scheduler.watermark,
         placement=config.kv.placement,
-        upkeep=_upkeep(config, backend, geometry, token_bytes, context),
+        upkeep=_upkeep(
+            config, backend, geometry.tokens * token_bytes, min(context, ENOUGH_TOKENS) * token_bytes + windows
+        ),
         account=share.account,
     )
     memory: Memory = "blocks" if share.context is None else "shared"
