@@ -98,12 +98,12 @@ def _build(
     row_sampler: RowSampler,
     workers: Workers,
 ) -> ModelParts:
-    spec = backend.spec
+    spec, step_tokens = backend.spec, backend.traits.preferred_step_tokens
     layout = kv_layout(config, spec, backend.traits.name)
     token_bytes = layout.token_bytes
     context = min(context_of(config, spec, backend.traits.context_cap), share.context or spec.context_length)
     if budget is None:
-        local = local_bytes(local_shape(config, layout, backend.traits.preferred_step_tokens), layout, context)
+        local = local_bytes(local_shape(config, layout, step_tokens), layout, context)
         budget = _fake_bytes(config, context * token_bytes + local)
     if backend.traits.layout == "slots":
         memory = _slot_memory(config, backend, budget, token_bytes, context)
@@ -138,6 +138,12 @@ def _build(
         f"{budget // token_bytes:,}",
         f"{token_bytes:,}",
     )
+    if layout.local is not None:
+        size = local_bytes(local_shape(config, layout, step_tokens), layout, context)
+        log.info(
+            "layers with a sliding window of %d tokens take up to %s more for each request",
+            *(layout.local.window, mib(size)),
+        )
     attach_host_cache(config, backend, memory.kv)
     disk = attach_disk_cache(config, backend, facts.name, files, memory.kv, token_bytes, share.stores)
     return ModelParts(text=text, row_sampler=row_sampler, backend=backend, scheduler=scheduler, disk=disk)
