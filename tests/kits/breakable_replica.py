@@ -77,7 +77,7 @@ class BreakableReplica(Replica):
             kv = self._llm.executor.kv()
             state = {
                 "at": time.time(),
-                "ingresses": sorted(self._tells._links),
+                "ingresses": sorted(self._tells.links),
                 "requests": [request.id for request in self._llm.requests()],
                 "referenced": kv["referenced"],
                 "disk_bytes": kv["disk"]["written_bytes"],
