@@ -45,12 +45,12 @@ class Chunk:
     follows: bool = False
     """Its one token is the one that the previous step sampled for its row, not known yet; the one in `tokens` is a
     placeholder."""
+    local: LocalTable | None = None
+    """The blocks of layers with a window, where they have their own."""
     draws: tuple[Draw, ...] = ()
     """How to sample from its logits, if the backend does that: one token for each."""
     asks: Scoring | Pooling | None = None
     """What is wanted besides logits."""
-    local: LocalTable | None = None
-    """The blocks of layers with a window, where they have their own."""
 
 
 class Scoring(NamedTuple):

@@ -125,7 +125,7 @@ def row_of(sequence: Sequence) -> Chunk:
         sequence.kept,
         sequence.row,
         follows,
-        local=sequence.local,
+        sequence.local,
     )
 
 
