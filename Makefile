@@ -40,7 +40,7 @@ test-torch: $(VENV)/.ready-torch ## install torch and run the tests that need it
 
 test-real: $(VENV)/.ready-test ## fetch models with real weights (1.7 GB, once) and test with them
 	$(BIN)/python scripts/real_models.py $(REAL_MODELS)
-	CLLM_REAL_MODELS=$(REAL_MODELS) $(BIN)/python -m pytest tests/real -s $(ARGS)
+	REAL_MODELS=$(REAL_MODELS) $(BIN)/python -m pytest tests/real -s $(ARGS)
 
 test-cluster: $(VENV)/.ready-cluster ## install Ray and run the tests of clusters, on several nodes in this machine (ARGS="-k drain")
 	$(BIN)/cllm pull smollm2

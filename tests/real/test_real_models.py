@@ -18,17 +18,16 @@ from plain_model import PlainModel
 from repository import ROOT
 from step_kit import Rig
 
-DIRECTORY = Path(os.environ.get("CLLM_REAL_MODELS", ""))
+DIRECTORY = Path(os.environ.get("REAL_MODELS", ""))
 GEMMA, QWEN, TINYLLAMA = (
     DIRECTORY / f"{name}.gguf"
     for name in ("gemma-3-270m-q4_k_m", "qwen2.5-coder-1.5b-instruct-q4_k_m", "tinyllama-1.1b-chat-iq2")
 )
 MODELS = [GEMMA, QWEN, TINYLLAMA]
-pytestmark = pytest.mark.skipif("CLLM_REAL_MODELS" not in os.environ, reason="`make test-real` fetches the models")
+pytestmark = pytest.mark.skipif("REAL_MODELS" not in os.environ, reason="`make test-real` fetches the models")
 TEXT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 SETTINGS: dict[str, Any] = {
     "resources.kv_cache_max_memory_mb": 1500,
-    "resources.max_context_length": 8192,
     "kv.disk.enabled": False,
 }
 EXACT = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
@@ -64,9 +63,10 @@ def divergence(exact: Any, other: Any) -> Any:
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
 def test_equal_bits_however_it_is_cached(path: Path) -> None:
-    """A text of 6,000 tokens, then its next turn, an edit, and a shared beginning; alone, together and again."""
-    tokens = tokens_of(path, 6000)
-    texts = [tokens, [*tokens, *tokens[:40]], [*tokens[:3000], 7, 8, 9, *tokens[3003:4000]], tokens[:2500]]
+    """A text of up to 6,000 tokens, then its next turn, an edit, and a shared beginning; alone, together and again."""
+    tokens = tokens_of(path, min(6000, GGUFModel.open(path).spec.context_length - 100))
+    half, most = len(tokens) // 2, len(tokens) * 2 // 3
+    texts = [tokens, [*tokens, *tokens[:40]], [*tokens[:half], 7, 8, 9, *tokens[half + 3 : most]], tokens[: half - 300]]
     with LLM(str(path), settings=SETTINGS | {"backend.type": "native", "kv.free_behind_windows": False}) as llm:
         expected = [bits(llm.generate([text], EXACT)[0]) for text in texts]
     with LLM(str(path), settings=SETTINGS | {"backend.type": "native"}) as llm:
