@@ -145,10 +145,10 @@ class LocalTables:
         """A snapshot behind the first `end` blocks, if they are in the tree."""
         table = sequence.local
         if table is not None and 0 < end <= allocation_of(sequence).indexed:
-            place = self._arena.prefixes.find_held(sequence, end)
-            inside = place.inside // self._arena.prefixes.tree.unit_bytes
-            to_pin = {place // self._arena.block_size for place in sequence.to_pin}
-            self._memory().keep(table, place.node, inside, end, to_pin)
+            found = self._arena.prefixes.find_held(sequence, end)
+            inside = found.inside // self._arena.prefixes.tree.unit_bytes
+            to_pin = {tokens // self._arena.block_size for tokens in sequence.to_pin}
+            self._memory().keep(table, found.node, inside, end, to_pin)
 
     def meet(self, running: KVSequence, waiting: KVSequence) -> None:
         """`waiting` will go on from what `running` is computing now: keep what that needs where they part."""
