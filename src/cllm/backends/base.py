@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.kv.groups import LocalTable
+from cllm.kv.groups import LocalTable, StateTable
 from cllm.kv.ops import BlockOps, Geometry, HostRows, SlotOps
 from cllm.models.spec import ModelSpec
 
@@ -47,6 +47,8 @@ class Chunk:
     placeholder."""
     local: LocalTable | None = None
     """The blocks of layers with a window, where they have their own."""
+    state: StateTable | None = None
+    """Where layers that carry a state read and write it."""
     draws: tuple[Draw, ...] = ()
     """How to sample from its logits, if the backend does that: one token for each."""
     asks: Scoring | Pooling | None = None

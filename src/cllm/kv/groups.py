@@ -3,9 +3,10 @@
     arena    equal cells of `cell_bytes`
     full     layers that attend to all tokens: a block of tokens takes one cell, from the first block on
     local    layers that attend to the last `window` tokens: a block takes `cells` cells, and is free behind the window
+    state    layers that carry a state from token to token: all of a sequence's is one block of `cells` cells
 
-The layers of a group fill the cells of a block in their order, each wholly within one. A model whose layers all attend
-to everything, or all to a window, has one group.
+The layers of a group fill the cells of a block in their order, each wholly within one (of a state: every part of it). A
+model whose layers all attend to everything, or all to a window, has one group.
 """
 
 from __future__ import annotations
@@ -24,12 +25,29 @@ class KVGroup:
     """Cells of a block."""
 
 
+class StatePlace(NamedTuple):
+    """Where a part of a state lies: in which of its block's cells, and from which byte on."""
+
+    cell: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateGroup:
+    layers: tuple[int, ...]
+    places: tuple[tuple[StatePlace, ...], ...]
+    """Of every layer's parts."""
+    cells: int
+    """Cells of a block, which is the state of a sequence."""
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     block_size: int
     cell_bytes: int
     groups: tuple[KVGroup, ...]
     """The full layers, and then the local ones, if there are both."""
+    states: StateGroup | None = None
 
     @property
     def local(self) -> KVGroup | None:
@@ -54,13 +72,49 @@ class LayerKV(NamedTuple):
     block_bytes: int
 
 
-def plan_groups(layers: Sequence[LayerKV], block_size: int, *, apart: bool) -> KVLayout:
+class LayerState(NamedTuple):
+    """A layer that carries a state. Each of its parts is contiguous, and as many bytes as it says."""
+
+    number: int
+    parts: tuple[int, ...]
+
+
+STATE_ALIGNMENT = 64
+"""Parts of a state begin at multiples of this."""
+
+
+def plan_groups(
+    layers: Sequence[LayerKV], block_size: int, *, apart: bool, states: Sequence[LayerState] = ()
+) -> KVLayout:
     """`apart`: local layers get a group of their own, if there are full ones."""
     full, local = ([layer for layer in layers if bool(layer.window) is windowed] for windowed in (False, True))
     if not (apart and full and local):
-        return KVLayout(block_size, _bytes(layers), (_group(layers, cells=1),))
-    cell = max(_bytes(full), *(layer.block_bytes for layer in local))
-    return KVLayout(block_size, cell, (_group(full, cells=1), _group(local, cells=_cells_for(local, cell))))
+        full, local = list(layers), []
+    cell = max((_bytes(full), *(layer.block_bytes for layer in local)))
+    if states:
+        cell = _aligned(max(cell, *(size for state in states for size in state.parts)))
+    groups = (_group(full, cells=1),)
+    if local:
+        groups += (_group(local, cells=_cells_for(local, cell)),)
+    return KVLayout(block_size, cell, groups, _state_group(states, cell) if states else None)
+
+
+def _state_group(states: Sequence[LayerState], cell: int) -> StateGroup:
+    cells, end = 1, 0
+    places = []
+    for state in states:
+        own = []
+        for size in state.parts:
+            if end + size > cell:
+                cells, end = cells + 1, 0
+            own.append(StatePlace(cells - 1, end))
+            end += _aligned(size)
+        places.append(tuple(own))
+    return StateGroup(tuple(state.number for state in states), tuple(places), cells)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // STATE_ALIGNMENT) * STATE_ALIGNMENT
 
 
 def _bytes(layers: Sequence[LayerKV]) -> int:
@@ -79,7 +133,7 @@ def _cells_for(layers: Sequence[LayerKV], cell: int) -> int:
 
 def _group(layers: Sequence[LayerKV], *, cells: int) -> KVGroup:
     windows = [layer.window for layer in layers]
-    return KVGroup(tuple(layer.number for layer in layers), max(windows) if all(windows) else 0, cells)
+    return KVGroup(tuple(layer.number for layer in layers), max(windows, default=0) if all(windows) else 0, cells)
 
 
 class LocalBlock:
@@ -121,3 +175,26 @@ class LocalTable:
     def refresh(self) -> None:
         """Blocks have moved, or were replaced."""
         self.cells = [cell for block in self.blocks for cell in block.cells]
+
+
+class StateTable:
+    """A running sequence's state. A step reads one block and writes another, so a step that fails has changed nothing;
+    when it has counted, the block it wrote is the sequence's."""
+
+    __slots__ = ("current", "next")
+
+    def __init__(self, current: LocalBlock | None = None) -> None:
+        self.current = current
+        """The state after all that is computed; None: nothing is. Snapshots and twins may have it, too: it never
+        changes."""
+        self.next: LocalBlock | None = None
+        """The block that the next step writes."""
+
+    @property
+    def read(self) -> list[int]:
+        """Cells of the state to go on from; none: a sequence begins."""
+        return [] if self.current is None else self.current.cells
+
+    @property
+    def write(self) -> list[int]:
+        return [] if self.next is None else self.next.cells

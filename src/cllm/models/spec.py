@@ -2,6 +2,7 @@
 
     ModelSpec ── layers: (LayerSpec, …)      equal layers are one object
                           ├── attention      heads, their sizes, how positions turn them, how far they look back
+                          ├── recurrence     what carries a state of constant size from token to token
                           └── feed_forward
 
 Layers may differ in all of this. What a model does not have is a default that changes nothing.
@@ -14,10 +15,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from cllm.kv.groups import KVLayout, LayerKV, plan_groups
+from cllm.kv.groups import KVLayout, LayerKV, LayerState, plan_groups
 from cllm.kv.sizing import KV_TYPES
 
-Activation = Literal["silu", "gelu"]
+Activation = Literal["silu", "gelu", "relu2"]
 MOST_LAYERS = 1 << 16
 """What a file claims beyond that is never there, and would take much memory."""
 
@@ -75,6 +76,9 @@ class AttentionSpec:
     """The earlier layer whose keys and values it attends to, instead of its own."""
     v_is_k: bool = False
     """Whether values are made from what keys are made from, before their norm and turn."""
+    gated: bool = False
+    """Whether what a head gives is multiplied by the sigmoid of a gate, which stands behind the head's query in the
+    query's matrix."""
 
     @property
     def group(self) -> int:
@@ -111,21 +115,110 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaNetSpec:
+    """Gated delta rule: every value head keeps a matrix, [value][key], and a convolution the last inputs."""
+
+    n_k_heads: int
+    n_v_heads: int
+    head_dim_k: int
+    head_dim_v: int
+    kernel: int
+    """Tokens that the convolution sees, the current one included."""
+    tiled: bool = False
+    """Whether value head h goes with key head h modulo their number; otherwise neighbours share one."""
+
+    @property
+    def k_size(self) -> int:
+        return self.n_k_heads * self.head_dim_k
+
+    @property
+    def v_size(self) -> int:
+        return self.n_v_heads * self.head_dim_v
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: queries, keys, values."""
+        return 2 * self.k_size + self.v_size
+
+    @property
+    def state_parts(self) -> tuple[int, ...]:
+        """Bytes of the matrix of every value head, and then of the convolution's inputs, [token][channel]."""
+        head = _FLOAT * self.head_dim_v * self.head_dim_k
+        return (*(head,) * self.n_v_heads, *_conv_parts(self.kernel, self.conv_size))
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Spec:
+    """Every head keeps a matrix, [value][state], and a convolution the last inputs."""
+
+    n_heads: int
+    head_dim: int
+    state_size: int
+    n_groups: int
+    """Heads of a group share B and C."""
+    kernel: int
+    norm: bool = True
+    """Whether the gated output is normalised, group by group."""
+
+    @property
+    def inner_size(self) -> int:
+        return self.n_heads * self.head_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: values, B, C."""
+        return self.inner_size + 2 * self.n_groups * self.state_size
+
+    @property
+    def state_parts(self) -> tuple[int, ...]:
+        """Bytes of the matrix of every head, and then of the convolution's inputs, [token][channel]."""
+        head = _FLOAT * self.head_dim * self.state_size
+        return (*(head,) * self.n_heads, *_conv_parts(self.kernel, self.conv_size))
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvSpec:
+    """A convolution over B * x, multiplied by C: all it keeps is its last inputs."""
+
+    size: int
+    kernel: int
+
+    @property
+    def state_parts(self) -> tuple[int, ...]:
+        return _conv_parts(self.kernel, self.size)
+
+
+RecurrenceSpec = DeltaNetSpec | Mamba2Spec | ShortConvSpec
+_FLOAT = 4
+
+
+def _conv_parts(kernel: int, channels: int) -> tuple[int, ...]:
+    """One part for every earlier token that the convolution sees, the oldest first."""
+    return (_FLOAT * channels,) * (kernel - 1)
+
+
+@dataclass(frozen=True, slots=True)
 class FeedForwardSpec:
     size: int = 0
     """Values between its matrices."""
     activation: Activation = "silu"
-    """What the gate goes through before it multiplies the other half. gelu: its approximation by tanh."""
+    """What the gate goes through before it multiplies the other half. gelu: its approximation by tanh; relu2: the
+    square of what is above 0."""
+    gated: bool = True
+    """Otherwise there is no gate, and the activation is that of the only half."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    attention: AttentionSpec
-    feed_forward: FeedForwardSpec = FeedForwardSpec()
+    attention: AttentionSpec | None
+    """None: the layer does not look back, or only by its recurrence."""
+    feed_forward: FeedForwardSpec | None = FeedForwardSpec()
     norms: Literal["before", "after", "both"] = "before"
     """Where attention and feed-forward have a norm: of their input, of their output before it is added, or of both."""
     output_scale: bool = False
     """Whether a number of the file multiplies what leaves the layer."""
+    recurrence: RecurrenceSpec | None = None
+    """Beside attention: both take the same input, and what they give is added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,13 +249,36 @@ class ModelSpec:
         """What a token's K and V take in all layers."""
         return sum(layer.block_bytes for layer in self._kv_layers(type_k, type_v, 1))
 
+    @property
+    def attentions(self) -> list[AttentionSpec]:
+        """Of all layers that have one."""
+        return [layer.attention for layer in self.layers if layer.attention is not None]
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether some layer carries a state."""
+        return any(layer.recurrence is not None for layer in set(self.layers))
+
+    @property
+    def state_bytes(self) -> int:
+        """What the state of a sequence takes, however long it is."""
+        return sum(sum(layer.parts) for layer in self._states())
+
     def kv_layout(self, type_k: str, type_v: str, block_size: int, *, apart: bool) -> KVLayout:
         """`apart`: layers with a window have their own memory, which is free behind it."""
-        return plan_groups(self._kv_layers(type_k, type_v, block_size), block_size, apart=apart)
+        layers = self._kv_layers(type_k, type_v, block_size)
+        return plan_groups(layers, block_size, apart=apart, states=self._states())
 
     def _kv_layers(self, type_k: str, type_v: str, block_size: int) -> list[LayerKV]:
         return [
             LayerKV(number, attention.window, block_size * attention.kv_bytes_per_token(type_k, type_v))
             for number, attention in enumerate(layer.attention for layer in self.layers)
-            if attention.kv_from is None
+            if attention is not None and attention.kv_from is None
+        ]
+
+    def _states(self) -> list[LayerState]:
+        return [
+            LayerState(number, layer.recurrence.state_parts)
+            for number, layer in enumerate(self.layers)
+            if layer.recurrence is not None
         ]
