@@ -143,7 +143,7 @@ class FakeBackend(Backend):
         mixed = int((context * self._weights[: len(context)]).sum(dtype=np.uint64))
         mixed ^= chunk.dropped * 0x9E3779B97F4A7C15 & 0xFFFF_FFFF_FFFF_FFFF
         if chunk.local is not None:
-            mixed ^= self.memory.local_differences(chunk, length, self.spec.layers[-1].attention.window)
+            mixed ^= self.memory.local_differences(chunk, length, self.spec.attentions[-1].window)
         return self._logits(mixed)
 
     def _logits(self, mixed: int) -> Logits:

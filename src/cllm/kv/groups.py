@@ -93,7 +93,7 @@ def plan_groups(
     cell = max((_bytes(full), *(layer.block_bytes for layer in local)))
     if states:
         cell = _aligned(max(cell, *(size for state in states for size in state.parts)))
-    groups = (_group(full, cells=1),)
+    groups: tuple[KVGroup, ...] = (_group(full, cells=1),)
     if local:
         groups += (_group(local, cells=_cells_for(local, cell)),)
     return KVLayout(block_size, cell, groups, _state_group(states, cell) if states else None)

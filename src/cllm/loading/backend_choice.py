@@ -89,7 +89,7 @@ def _native_refusal(model: GGUFModel) -> str | None:
 
 
 def _has_windows(model: GGUFModel) -> bool:
-    return any(layer.attention.window for layer in decoder_spec(model).layers)
+    return any(attention.window for attention in decoder_spec(model).attentions)
 
 
 def _check_llama_cpp_installed(otherwise: str) -> None:

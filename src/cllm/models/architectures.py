@@ -58,8 +58,8 @@ def _wide(n_layers: int) -> LayerChange:
     def change(model: GGUFModel, index: int, slides: bool, layer: LayerSpec) -> LayerSpec:
         if model.spec.n_layers != n_layers:
             return layer
-        width = model.spec.n_embd // layer.attention.n_heads
-        return replace(layer, attention=replace(layer.attention, scale=1 / math.sqrt(width)))
+        width = model.spec.n_embd // layer.attends.n_heads
+        return replace(layer, attention=replace(layer.attends, scale=1 / math.sqrt(width)))
 
     return change
 
@@ -67,10 +67,10 @@ def _wide(n_layers: int) -> LayerChange:
 def _gemma4(model: GGUFModel, index: int, slides: bool, layer: LayerSpec) -> LayerSpec:
     own = f"blk.{index}."
     attention = replace(
-        layer.attention,
+        layer.attends,
         scale=1.0,
         v_norm=True,
-        v_is_k=layer.attention.kv_from is None and f"{own}attn_v.weight" not in model.tensors,
+        v_is_k=layer.attends.kv_from is None and f"{own}attn_v.weight" not in model.tensors,
     )
     return replace(layer, attention=attention, output_scale=f"{own}layer_output_scale.weight" in model.tensors)
 
@@ -89,11 +89,11 @@ def _granite(model: GGUFModel, index: int, slides: bool, layer: LayerSpec) -> La
 
 
 def _hunyuan(model: GGUFModel, index: int, slides: bool, layer: LayerSpec) -> LayerSpec:
-    return replace(layer, attention=replace(layer.attention, qk_norm_last=True))
+    return replace(layer, attention=replace(layer.attends, qk_norm_last=True))
 
 
 def _unturned(layer: LayerSpec) -> LayerSpec:
-    return replace(layer, attention=replace(layer.attention, rotation=None))
+    return replace(layer, attention=replace(layer.attends, rotation=None))
 
 
 _GEMMA = Architecture("Gemma", activation="gelu", scaled_embedding=True)

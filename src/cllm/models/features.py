@@ -23,7 +23,7 @@ _OF_ATTENTION: Mapping[str, Callable[[AttentionSpec], object]] = {
 }
 _OF_LAYERS: Mapping[str, Callable[[LayerSpec], object]] = {
     "norms of outputs": lambda each: each.norms != "before",
-    "GELU": lambda each: each.feed_forward.activation == "gelu",
+    "GELU": lambda each: each.feed_forward is not None and each.feed_forward.activation == "gelu",
     "scaled layers": lambda each: each.output_scale,
 }
 _OF_MODELS: Mapping[str, Callable[[ModelSpec], object]] = {
@@ -39,14 +39,14 @@ FEATURES: tuple[str, ...] = (*_OF_ATTENTION, *_OF_LAYERS, *_OF_MODELS)
 
 def features_of(spec: ModelSpec) -> list[str]:
     """In the order of `FEATURES`."""
-    kinds = set(spec.layers)
+    kinds, attentions = set(spec.layers), set(spec.attentions)
     return [
-        *(name for name, has in _OF_ATTENTION.items() if any(has(layer.attention) for layer in kinds)),
+        *(name for name, has in _OF_ATTENTION.items() if any(map(has, attentions))),
         *(name for name, has in _OF_LAYERS.items() if any(map(has, kinds))),
         *(name for name, has in _OF_MODELS.items() if has(spec)),
     ]
 
 
 def _sizes(layer: LayerSpec) -> tuple[int, ...]:
-    each = layer.attention
-    return each.n_heads, each.n_kv_heads, each.head_dim_k, each.head_dim_v, layer.feed_forward.size
+    each = layer.attends
+    return each.n_heads, each.n_kv_heads, each.head_dim_k, each.head_dim_v, layer.feeds.size

@@ -114,7 +114,7 @@ def _find(model: GGUFModel, spec: ModelSpec, item: TensorSpec, role: str) -> tup
         item = item._replace(name=item.name.replace(item.role, role))
     if item.layer < 0:
         return item, item.shape[0]
-    attention, prefix = spec.layers[item.layer].attention, f"blk.{item.layer}."
+    attention, prefix = spec.layers[item.layer].attends, f"blk.{item.layer}."
     part, _, kind = item.name.removeprefix(prefix).partition(".")
     fused = f"{prefix}attn_qkv.{kind}"
     if part in _QKV and item.name not in model.tensors and fused in model.tensors:
@@ -136,7 +136,7 @@ def _read_layers(model: GGUFModel, architecture: Architecture, full: Rotation) -
     kinds: dict[LayerSpec, LayerSpec] = {}
     layers = []
     for index, n_ff in enumerate(model.keys.sizes("feed_forward_length", len(sizes))):
-        attention, slides = replace(sizes[index].attention, **common), sliding[index]
+        attention, slides = replace(sizes[index].attends, **common), sliding[index]
         if slides:
             assert architecture.windows is not None
             turned = read_sliding_rotation(model.keys, full, architecture.windows.base, attention.head_dim_k)
@@ -200,7 +200,7 @@ def _unsupported_rope(model: GGUFModel, architecture: Architecture) -> str | Non
     kind = scaling(model.keys)
     if kind not in SCALINGS:
         return f"its RoPE scaling is {_shown(kind)}, not one of {', '.join(SCALINGS)}"
-    heads = {layer.attention.head_dim_k for layer in model.spec.layers}
+    heads = {attention.head_dim_k for attention in model.spec.attentions}
     dims, sliding = rope_dims(model), model.keys.count("rope.dimension_count_swa", min(heads))
     for turned, head_dim in ((dims, max(heads)), (sliding, min(heads))):
         if not 0 < turned <= head_dim or turned % 2:
@@ -209,7 +209,7 @@ def _unsupported_rope(model: GGUFModel, architecture: Architecture) -> str | Non
 
 
 def _unsupported_heads(model: GGUFModel, architecture: Architecture) -> str | None:
-    for shape in (layer.attention for layer in set(model.spec.layers)):
+    for shape in set(model.spec.attentions):
         if shape.head_dim_k != shape.head_dim_v:
             return f"its keys have {shape.head_dim_k} dimensions and its values {shape.head_dim_v}"
         if shape.n_heads % shape.n_kv_heads:
@@ -242,7 +242,7 @@ def _known_tensors(model: GGUFModel, architecture: Architecture) -> set[str]:
     inputs = model.keys.count("embedding_length_per_layer_input", 0)
     spec = replace(model.spec, tied=False, layer_input_size=inputs)
     attention = replace(
-        spec.layers[0].attention, qkv_bias=True, output_bias=True, qk_norm=architecture.qk_norm, kv_from=None
+        spec.layers[0].attends, qkv_bias=True, output_bias=True, qk_norm=architecture.qk_norm, kv_from=None
     )
     layer = LayerSpec(attention, norms=architecture.norms, output_scale=spec.architecture == "gemma4")
     items = [*outer_tensors(spec), *layer_tensors(spec, layer, 0)]

@@ -46,7 +46,7 @@ def scaling_factor(keys: Keys) -> float:
 
 def rope_dims(model: GGUFModel) -> int:
     """How much of a head is turned in layers that see the whole text: theirs may be larger than others."""
-    largest = max({layer.attention.head_dim_k for layer in set(model.spec.layers)})
+    largest = max({attention.head_dim_k for attention in model.spec.attentions})
     return model.keys.count("rope.dimension_count", largest)
 
 

@@ -219,7 +219,7 @@ def _as_gemma4(fields: Fields, spec: ModelSpec) -> ModelSpec:
     architecture, v_is_k = ARCHITECTURES["Gemma4ForCausalLM"], fields.flag("attention_k_eq_v", False)
     slides = _read_sliding(fields, architecture, spec.n_layers)
     slides[-1] = False
-    dim, n_kv_heads = _read_global_heads(fields, slides, spec.layers[0].attention.n_kv_heads, v_is_k=v_is_k)
+    dim, n_kv_heads = _read_global_heads(fields, slides, spec.layers[0].attends.n_kv_heads, v_is_k=v_is_k)
     full = read_rotation(fields, architecture, dim, slides=False)
     own = spec.n_layers - _count(fields, "num_kv_shared_layers", spec.n_layers - 1)
     wide = 2 if fields.flag("use_double_wide_mlp", False) else 1
@@ -232,13 +232,13 @@ def _as_gemma4(fields: Fields, spec: ModelSpec) -> ModelSpec:
             raise fields.unsupported("num_kv_shared_layers", "which leaves no layer whose keys these could share")
         if (sliding, shares) not in kinds:
             layer = spec.layers[slides.index(sliding)]
-            attention = replace(layer.attention, scale=1.0, v_norm=True, kv_from=last[sliding] if shares else None)
+            attention = replace(layer.attends, scale=1.0, v_norm=True, kv_from=last[sliding] if shares else None)
             if not sliding:
                 attention = replace(attention, head_dim_k=dim, head_dim_v=dim, n_kv_heads=n_kv_heads, window=0)
                 attention = replace(attention, rotation=full, v_is_k=v_is_k)
-            n_ff = layer.feed_forward.size * (wide if shares else 1)
+            n_ff = layer.feeds.size * (wide if shares else 1)
             kinds[sliding, shares] = replace(
-                layer, attention=attention, feed_forward=replace(layer.feed_forward, size=n_ff), output_scale=True
+                layer, attention=attention, feed_forward=replace(layer.feeds, size=n_ff), output_scale=True
             )
         layers.append(kinds[sliding, shares])
     size = _count(fields, "hidden_size_per_layer_input", 1 << 20, 256)

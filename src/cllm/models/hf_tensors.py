@@ -46,9 +46,9 @@ def _parts(spec: ModelSpec, item: TensorSpec, fused: str) -> dict[str, int]:
         return {}
     layer = spec.layers[item.layer]
     if fused == "qkv_proj":
-        attention = layer.attention
+        attention = layer.attends
         return {"attn_q": attention.q_size, "attn_k": attention.k_size, "attn_v": attention.v_size}
-    return {"ffn_gate": layer.feed_forward.size, "ffn_up": layer.feed_forward.size}
+    return {"ffn_gate": layer.feeds.size, "ffn_up": layer.feeds.size}
 
 
 def _name(item: TensorSpec, architecture: HFArchitecture) -> str:
@@ -65,5 +65,5 @@ def is_unused(name: str, spec: ModelSpec) -> bool:
     if name.endswith(_UNUSED) or (name == "lm_head.weight" and spec.tied):
         return True
     layer = name.removeprefix("model.layers.").partition(".")[0]
-    shares = layer.isdecimal() and int(layer) < spec.n_layers and spec.layers[int(layer)].attention.kv_from is not None
+    shares = layer.isdecimal() and int(layer) < spec.n_layers and spec.layers[int(layer)].attends.kv_from is not None
     return shares and any(part in name for part in _KEYS)

@@ -220,6 +220,18 @@ class LayerSpec:
     recurrence: RecurrenceSpec | None = None
     """Beside attention: both take the same input, and what they give is added."""
 
+    @property
+    def attends(self) -> AttentionSpec:
+        """The attention of a layer that is known to have it."""
+        assert self.attention is not None
+        return self.attention
+
+    @property
+    def feeds(self) -> FeedForwardSpec:
+        """The feed-forward of a layer that is known to have it."""
+        assert self.feed_forward is not None
+        return self.feed_forward
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:

@@ -68,9 +68,9 @@ def outer_tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
 
 
 def layer_tensors(spec: ModelSpec, layer: LayerSpec, index: int) -> Iterator[TensorSpec]:
-    n_embd, n_ff = spec.n_embd, layer.feed_forward.size
+    n_embd, n_ff = spec.n_embd, layer.feeds.size
     sizes = {"attn_norm.weight": (1, n_embd)} if layer.norms != "after" else {}
-    sizes |= _attention_tensors(layer.attention, n_embd)
+    sizes |= _attention_tensors(layer.attends, n_embd)
     sizes |= {"ffn_gate.weight": (n_ff, n_embd), "ffn_up.weight": (n_ff, n_embd), "ffn_down.weight": (n_embd, n_ff)}
     if layer.norms != "after":
         sizes["ffn_norm.weight"] = (1, n_embd)

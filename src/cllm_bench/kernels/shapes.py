@@ -159,8 +159,8 @@ def file_macs_per_token(model: GGUFModel) -> float:
     """Multiply-adds with weights that a prompt's token takes; without the head, which only the last one needs."""
     spec = model.spec
     n_ff = model.get(f"{spec.architecture}.feed_forward_length", 0)
-    attention = sum(layer.attention.qkv_size + layer.attention.output_size for layer in spec.layers)
-    return float(spec.n_embd * (attention + spec.n_layers * 3 * n_ff))
+    attended = sum(attention.qkv_size + attention.output_size for attention in spec.attentions)
+    return float(spec.n_embd * (attended + spec.n_layers * 3 * n_ff))
 
 
 def _gets_more_bits(layer: int, n_layers: int) -> bool:

@@ -52,7 +52,7 @@ class Reference:
         if reason is not None:
             raise BenchError(f"{model.path}: the truth cannot be computed: {reason}")
         spec = decoder_spec(model)
-        rotation, head_dim = spec.layers[0].attention.rotation, spec.layers[0].attention.head_dim_k
+        rotation, head_dim = spec.layers[0].attends.rotation, spec.layers[0].attends.head_dim_k
         if spec.architecture not in _ARCHITECTURES or rotation is None or rotation.dims < head_dim:
             raise BenchError(f"{model.path}: the truth is known of {', '.join(_ARCHITECTURES)} that turn whole heads")
         torch.set_num_threads(threads)
@@ -78,7 +78,7 @@ class Reference:
 
 
 def _config(spec: ModelSpec) -> dict[str, Any]:
-    attention, feed_forward = spec.layers[0].attention, spec.layers[0].feed_forward
+    attention, feed_forward = spec.layers[0].attends, spec.layers[0].feeds
     return {
         "vocab_size": spec.n_vocab,
         "hidden_size": spec.n_embd,
@@ -105,7 +105,7 @@ def _weights(model: GGUFModel) -> Iterator[tuple[str, Floats]]:
             values = np.concatenate(list(dequantised_rows(file, model, name))).reshape(info.shape[::-1])
             role = name.split(".")[-2]
             if role in ("attn_q", "attn_k") and spec.architecture == "llama":
-                values = in_halves(values, spec.layers[0].attention.head_dim_k)
+                values = in_halves(values, spec.layers[0].attends.head_dim_k)
             yield hf_name(name), np.ascontiguousarray(values)
     if spec.architecture == "llama" and "blk.0.attn_q.bias" in model.tensors:
         for layer in range(spec.n_layers):

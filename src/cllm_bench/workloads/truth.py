@@ -80,7 +80,7 @@ class Truth(Workload):
         truth = Reference(model, threads=setup.threads)
         kv_types: Sequence[str] = CPU_KV_TYPES
         left_out: dict[str, str] = {}
-        attention = model.spec.layers[0].attention
+        attention = model.spec.layers[0].attends
         if attention.head_dim_k % _SCALED or attention.head_dim_v % _SCALED:
             kv_types = kv_types[:1]
             left_out["quantised K/V"] = f"the head size, {attention.head_dim_k}, is not a multiple of {_SCALED}"

@@ -74,7 +74,7 @@ class NativeBackend(Backend):
             raise ModelError(f"{model.path}: the native engine cannot run this model: {reason}")
         self.spec = decoder_spec(model, context)
         self.traits = replace(self.traits, pooling=model.pooling, score_weight=1 + _head_share(model))
-        if any(layer.attention.window for layer in self.spec.layers):
+        if any(attention.window for attention in self.spec.attentions):
             self.traits = replace(self.traits, no_window=_NO_WINDOW)
         self._kv_types = kv_type_k, kv_type_v
         self._large_pages = large_pages

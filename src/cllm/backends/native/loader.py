@@ -38,7 +38,7 @@ def unsupported(model: GGUFModel) -> str | None:
     reason = unsupported_reason(model, _TYPES, FEATURES)
     if reason is not None:
         return reason
-    for head_dim in sorted({layer.attention.head_dim_k for layer in model.spec.layers}):
+    for head_dim in sorted({attention.head_dim_k for attention in model.spec.attentions}):
         if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
             return f"its head size is {head_dim}, not a multiple of 8 up to {_MAX_HEAD_DIM}"
     return None

@@ -68,7 +68,7 @@ class Arena:
         """Blocks of the pool; spare ones, which belong to no sequence, come after them."""
         shapes = [
             (own.n_kv_heads, geometry.block_size, dim)
-            for own in (layer.attention for layer in spec.layers)
+            for own in spec.attentions
             if own.kv_from is None
             for dim in (own.head_dim_k, own.head_dim_v)
         ]
@@ -89,7 +89,7 @@ class Arena:
         ]
         self.layers: list[LayerMemory] = []
         for layer in spec.layers:
-            shared = layer.attention.kv_from
+            shared = layer.attends.kv_from
             self.layers.append(own.pop(0) if shared is None else self.layers[shared])
 
     @property

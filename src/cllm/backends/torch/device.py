@@ -72,13 +72,13 @@ def _check_capability(setting: str, name: str, device: torch.device) -> None:
 
 def unsupported_heads(spec: ModelSpec, device: torch.device, kv_type: str) -> str | None:
     """Why the device cannot compute heads of these sizes, or None."""
-    sizes = {dim for layer in spec.layers for dim in (layer.attention.head_dim_k, layer.attention.head_dim_v)}
+    sizes = {dim for own in spec.attentions for dim in (own.head_dim_k, own.head_dim_v)}
     wrong = next((dim for dim in sizes if dim < 16 or dim & (dim - 1)), None)
     if not uses_kernels(device):
         return None
     if wrong is not None:
         return f"its heads have {wrong} dimensions, but the kernels need a power of two, at least 16 (use --device cpu)"
-    if any(layer.attention.head_dim_k != layer.attention.head_dim_v for layer in spec.layers):
+    if any(own.head_dim_k != own.head_dim_v for own in spec.attentions):
         return "its keys and values differ in size, which the kernels cannot compute (use --device cpu)"
     if len(sizes) > 1 and kv_type == "int8":
         return "its layers differ in the size of their heads, which the kernels cannot store as int8 (use f16)"

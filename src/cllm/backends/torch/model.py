@@ -112,9 +112,7 @@ class Model:
                 before_layer()
             x = self._attend(layer, self._attention[index], x, batch, arena.layers[index])
             x = self._join(x, residual, layer.attention_post_norm, layer.ffn_norm)
-            x = ops.gate_multiply(
-                ops.linear(x, layer.gate_up, layer.scales_of("gate_up")), spec.feed_forward.activation
-            )
+            x = ops.gate_multiply(ops.linear(x, layer.gate_up, layer.scales_of("gate_up")), spec.feeds.activation)
             x = ops.linear(x, layer.down, layer.scales_of("down"))
             following = weights.norm if index + 1 == len(layers) else layers[index + 1].attention_norm
             if inputs is None and layer.output_scale is None:
@@ -165,7 +163,7 @@ class Model:
         assert layer.input_gate is not None and layer.input_output is not None
         ops = self._ops
         gate = ops.linear(residual, layer.input_gate, layer.scales_of("input_gate"))
-        gated = ops.gate_multiply(torch.cat((gate, own), dim=1), spec.feed_forward.activation)
+        gated = ops.gate_multiply(torch.cat((gate, own), dim=1), spec.feeds.activation)
         return self._normed(ops.linear(gated, layer.input_output, layer.scales_of("input_output")), layer.input_norm)
 
     def _forward_one(self, product: FusedProduct, batch: StepBatch, arena: Arena) -> Tensor:
@@ -196,11 +194,11 @@ def is_plain(spec: ModelSpec) -> bool:
 
 
 def _plain(layer: LayerSpec) -> LayerSpec:
-    own = layer.attention
+    own = layer.attends
     sizes = own.n_heads, own.n_kv_heads, own.head_dim_k, own.head_dim_k
     biases = own.qkv_bias, own.output_bias
     attention = AttentionSpec(*sizes, own.rotation, *biases, "head" if own.qk_norm == "head" else "")
-    return LayerSpec(attention, FeedForwardSpec(layer.feed_forward.size))
+    return LayerSpec(attention, FeedForwardSpec(layer.feeds.size))
 
 
 def _attentions(spec: ModelSpec, weights: Weights, positions: int) -> list[Attention]:
@@ -214,7 +212,7 @@ def _attentions(spec: ModelSpec, weights: Weights, positions: int) -> list[Atten
         return tables[key]
 
     made = []
-    for layer, own in zip(weights.layers, (layer.attention for layer in spec.layers), strict=True):
+    for layer, own in zip(weights.layers, (layer.attends for layer in spec.layers), strict=True):
         rotation, dim, temperature = own.rotation, own.head_dim_k, own.temperature
         rotations = table((rotation, dim), lambda: rotation_table(rotation, dim, positions))  # noqa: B023
         factors = None

@@ -104,7 +104,7 @@ class Loader:
         )
 
     def _layer(self, spec: ModelSpec, layer: LayerSpec, index: int) -> Layer:
-        attention, n_ff, n_embd = layer.attention, layer.feed_forward.size, spec.n_embd
+        attention, n_ff, n_embd = layer.attends, layer.feeds.size, spec.n_embd
         sizes = {item.role: item.shape for item in layer_tensors(spec, layer, index)}
         qkv = [role for role in ("attn_q", "attn_k", "attn_v") if role in sizes]
         rows = sum(sizes[role][0] for role in qkv)
