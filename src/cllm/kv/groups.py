@@ -36,7 +36,7 @@ class StatePlace(NamedTuple):
 class StateGroup:
     layers: tuple[int, ...]
     places: tuple[tuple[StatePlace, ...], ...]
-    """Of every layer's parts."""
+    """The places of every layer's parts."""
     cells: int
     """Cells of a block, which is the state of a sequence."""
 

@@ -263,7 +263,7 @@ class ModelSpec:
 
     @property
     def attentions(self) -> list[AttentionSpec]:
-        """Of all layers that have one."""
+        """The attention of every layer that has it."""
         return [layer.attention for layer in self.layers if layer.attention is not None]
 
     @property
