@@ -96,21 +96,44 @@ def test_shape_defaults_and_per_layer_lists(tmp_path: Path) -> None:
     assert spec.layers == (LayerSpec(AttentionSpec(4, 4, 16, 16)),) * 2
 
 
+MAMBA = {"ssm.conv_kernel": 4, "ssm.inner_size": 128, "ssm.state_size": 16, "ssm.group_count": 2}
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("architecture", "change", "attends", "state"),
     [
-        {"lfm2.attention.head_count_kv": [0, 2]},
-        {"lfm2.shortconv.l_cache": 3},
-        {"lfm2.ssm.state_size": 128, "lfm2.attention.head_count": 0},
-        {"lfm2.wkv.head_size": 64},
+        ("lfm2", {"attention.head_count_kv": [0, 2], "shortconv.l_cache": 3}, "_x", 2 * 64),
+        ("granitehybrid", MAMBA | {"attention.head_count_kv": [0, 2]}, "_x", 3 * (128 + 64) + 16 * 128),
+        ("qwen35", MAMBA | {"full_attention_interval": 2}, "_x", 3 * (128 + 64) + 16 * 128),
+        (
+            "qwen35",
+            MAMBA | {"block_count": 3, "nextn_predict_layers": 1, "attention.recurrent_layers": [1, 0, 0]},
+            "_x",
+            3 * (128 + 64) + 16 * 128,
+        ),
+        ("falcon-h1", MAMBA, "xx", 2 * (3 * (128 + 64) + 16 * 128)),
+        ("mamba", MAMBA | {"attention.head_count": 0, "ssm.group_count": 0}, "__", 2 * (3 * 128 + 16 * 128)),
+        ("rwkv7", {"wkv.head_size": 32, "attention.head_count": 0}, "__", 2 * 64 * (2 + 32)),
+        ("kimi-linear", {"kda.head_dim": 16, "attention.head_count_kv": [0, 1]}, "_x", 4 * 16 * (9 + 16)),
     ],
 )
-def test_hybrids_and_recurrent_models_are_not_supported_yet(tmp_path: Path, change: dict[str, object]) -> None:
-    keys = {key.replace("llama", "lfm2"): value for key, value in LLAMA_KEYS.items()} | change
-    path = write_gguf(tmp_path / "h.gguf", keys, architecture="lfm2")
-    assert refusal(path) == (
-        f"{path}: lfm2 models are not supported yet: not every layer of theirs is plain attention; use another model"
+def test_sizes_of_layers_that_carry_a_state(
+    tmp_path: Path, architecture: str, change: dict[str, object], attends: str, state: int
+) -> None:
+    keys = {key.replace("llama", architecture): value for key, value in LLAMA_KEYS.items()}
+    keys |= {f"{architecture}.{key}": value for key, value in change.items()} | {f"{architecture}.vocab_size": 7}
+    spec = GGUFModel.open(write_gguf(tmp_path / "h.gguf", keys, architecture=architecture)).spec
+    assert "".join("_" if layer.attention is None else "x" for layer in spec.layers) == attends
+    assert spec.state_bytes == 4 * state and spec.recurrent
+    per_layer = 2 * 2 * 16 * (1 if architecture == "kimi-linear" else 2)
+    assert spec.kv_bytes_per_token("f16", "f16") == per_layer * attends.count("x")
+
+
+def test_layers_that_neither_attend_nor_carry_a_state_are_refused(tmp_path: Path) -> None:
+    path = write_gguf(
+        tmp_path / "d.gguf", LLAMA_KEYS | {"llama.attention.head_count_kv": [0, 2], "llama.vocab_size": 5}
     )
+    assert "llama models are not supported yet: not every layer of theirs is plain attention" in refusal(path)
 
 
 @pytest.mark.parametrize(

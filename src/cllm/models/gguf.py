@@ -17,6 +17,7 @@ from gguf import GGMLQuantizationType, LlamaFileType
 from numpy.typing import NDArray
 
 from cllm.errors import ModelError
+from cllm.models import gguf_states
 from cllm.models.gguf_header import DamagedError, HeaderReader, TensorInfo, short
 from cllm.models.gguf_keys import Keys
 from cllm.models.spec import MOST_LAYERS, AttentionSpec, LayerSpec, ModelSpec
@@ -29,8 +30,6 @@ DAMAGED_ADVICE = f"download it again or {_ADVICE}"
 
 _POOLING: dict[int, Literal["last", "mean", "cls"]] = {1: "mean", 2: "cls", 3: "last"}
 _RANK = 4
-_RECURRENT_KEYS = ("ssm.conv_kernel", "ssm.state_size", "wkv.head_size", "shortconv.l_cache", "kda.head_dim")
-"""Sizes of what layers have in place of attention, or beside it: more than zero in recurrent and hybrid models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +170,6 @@ def _architecture(metadata: Mapping[str, Any], path: Path) -> str:
 
 
 def _read_sizes(keys: Keys, *, tied: bool) -> ModelSpec:
-    _refuse_recurrent(keys)
     n_embd = keys.size("embedding_length")
     tokens = keys.strings("tokenizer.ggml.tokens")
     return ModelSpec(
@@ -186,6 +184,8 @@ def _read_sizes(keys: Keys, *, tied: bool) -> ModelSpec:
 
 def _read_layers(keys: Keys, n_embd: int) -> tuple[LayerSpec, ...]:
     n_layers = min(keys.size("block_count"), MOST_LAYERS)
+    if gguf_states.carries_states(keys):
+        return gguf_states.read_layers(keys, n_embd, n_layers)
     n_heads = keys.sizes("attention.head_count", n_layers)
     n_kv_heads = keys.sizes("attention.head_count_kv", n_layers, n_heads)
     full = [keys.size(f"attention.{part}_length", n_embd // n_heads[0]) for part in ("key", "value")]
@@ -204,14 +204,3 @@ def _read_layers(keys: Keys, n_embd: int) -> tuple[LayerSpec, ...]:
         layer = LayerSpec(AttentionSpec(heads, kv_heads, dim_k, dim_v, kv_from=kv_from))
         layers.append(found.setdefault(layer, layer))
     return tuple(layers)
-
-
-def _refuse_recurrent(keys: Keys) -> None:
-    """Before any size is read: layers without attention may have sizes of zero."""
-    heads = keys.any("attention.head_count_kv")
-    lacking = isinstance(heads, list) and 0 in heads
-    if lacking or any(keys.any(key) for key in _RECURRENT_KEYS):
-        raise ModelError(
-            f"{keys.path}: {keys.architecture} models are not supported yet: not every layer of theirs is plain "
-            "attention; use another model"
-        )

@@ -78,6 +78,10 @@ class Keys:
         value = self.any(suffix)
         return default if value is None else self.size(suffix) if value else 0
 
+    def checked_count(self, suffix: str, value: Any) -> int:
+        """An entry of a list, which may be 0."""
+        return self._checked(suffix, value) if value != 0 or type(value) is not int else 0
+
     def sizes(self, suffix: str, n_layers: int, default: list[int] | None = None) -> list[int]:
         """One for each layer."""
         value = self.any(suffix)

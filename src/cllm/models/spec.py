@@ -188,7 +188,18 @@ class ShortConvSpec:
         return _conv_parts(self.kernel, self.size)
 
 
-RecurrenceSpec = DeltaNetSpec | Mamba2Spec | ShortConvSpec
+@dataclass(frozen=True, slots=True)
+class OpaqueStateSpec:
+    """A state of which only the size is known, because only llama.cpp computes it."""
+
+    size: int
+
+    @property
+    def state_parts(self) -> tuple[int, ...]:
+        return (self.size,)
+
+
+RecurrenceSpec = DeltaNetSpec | Mamba2Spec | ShortConvSpec | OpaqueStateSpec
 _FLOAT = 4
 
 
