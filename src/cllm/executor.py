@@ -21,6 +21,7 @@ from cllm.errors import ShuttingDownError
 from cllm.kv.events import Listener
 from cllm.kv.manager import KVManager
 from cllm.kv.pins import LostPin, WarmResult
+from cllm.loading.facts import ModelFacts
 from cllm.loading.open_model import ModelShare
 from cllm.loading.parts import ModelParts, load_model
 from cllm.loading.text_model import TextModel
@@ -228,7 +229,7 @@ class LocalExecutor:
         return self._running.snapshot
 
     def kv(self) -> dict[str, Any]:
-        return kv_report(self.snapshot(), self._running.details, self._loaded.text.facts.bytes_per_token)
+        return kv_report(self.snapshot(), self._running.details, self._loaded.text.facts)
 
     def replicas(self) -> list[dict[str, Any]] | None:
         return None
@@ -267,12 +268,14 @@ class LocalExecutor:
         return self.engine
 
 
-def kv_report(snapshot: EngineSnapshot, details: Mapping[str, Any], bytes_per_token: int) -> dict[str, Any]:
+def kv_report(snapshot: EngineSnapshot, details: Mapping[str, Any], facts: ModelFacts) -> dict[str, Any]:
     usage = snapshot.kv
+    held = {group.kind: group._asdict() for group in usage.groups}
     return {
         **usage.as_dict(),
         "bytes": usage.in_bytes(),
-        "bytes_per_token": bytes_per_token,
+        "bytes_per_token": facts.bytes_per_token,
+        "groups": [{**group._asdict(), **held.get(group.kind, {})} for group in facts.groups],
         "hit_rate": usage.hit_tokens / usage.query_tokens if usage.query_tokens else 0.0,
         "running": snapshot.running,
         "waiting": snapshot.waiting,

@@ -77,6 +77,11 @@ def test_numbers_of_replicas_are_added_as_each_needs() -> None:
     total = total_usage([("a", one), ("a", two)])
     assert (total.total, total.referenced, total.evictions, total.host.limit_bytes) == (200, 40, 14, 30)
     assert (total.layout, total.unit_tokens, total.bytes_per_unit) == ("paged", 16, 1024)
+    assert [(group.kind, group.block_bytes, group.used, group.evictable) for group in total.groups] == [
+        ("full", 1024, 16, 56),
+        ("window", 2048, 2, 2),
+    ]
+    assert (total.snapshots, total.snapshots_taken) == (4, 18)
     assert total.largest_free_span == 50
     assert total.contiguity == pytest.approx((0.5 * 10 + 1.0 * 30) / 40)
     # Replicas of one machine keep K/V in one directory.

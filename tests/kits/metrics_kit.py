@@ -6,7 +6,7 @@ from array import array
 
 from cllm.engine.observer import RequestRecord
 from cllm.engine.stats import EngineSnapshot
-from cllm.kv.usage import KVUsage
+from cllm.kv.usage import GroupUsage, KVUsage
 
 KV = KVUsage(
     layout="paged",
@@ -27,6 +27,11 @@ KV = KVUsage(
     moved_bytes=4096,
     query_tokens=200,
     hit_tokens=150,
+    groups=(GroupUsage("full", 1024, used=8, evictable=28), GroupUsage("window", 2048, used=1, evictable=1)),
+    snapshots=2,
+    snapshots_taken=9,
+    snapshots_used=4,
+    snapshots_dropped=7,
 )
 SNAPSHOT = EngineSnapshot(
     kv=KV,

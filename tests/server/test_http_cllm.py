@@ -79,6 +79,9 @@ async def test_model_info() -> None:
     assert (data["name"], data["backend"], data["architecture"]) == ("tiny", "fake", "fake")
     assert (data["context_length"], data["vocab_size"]) == (65, 320)
     assert data["kv_bytes_per_token"] == kv.bytes_per_unit // kv.unit_tokens
+    assert data["kv_groups"] == [
+        {"kind": "full", "layers": 1, "window": 0, "bytes_per_token": 8, "bytes_per_sequence": None}
+    ]
     assert data["kv_bytes_total"] == kv.total * kv.bytes_per_unit
     assert data["sampling_defaults"]["temperature"] == 1.0
     assert data["sampling_defaults_from"]["temperature"] == "default"

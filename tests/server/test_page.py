@@ -168,6 +168,36 @@ async def test_a_stream_begins_whole_and_goes_on_with_changes() -> None:
         assert now["resident_bytes"] > 1_000_000 and now["finished"] == {"cancelled": 1}
 
 
+async def test_cells_of_layers_with_a_window_are_told_apart_from_the_others() -> None:
+    async with page_of(latency_ms=2.0, window=40) as (llm, app), reading(app.url) as events:
+        reader = await anext(events)
+        assert [group["kind"] for group in reader.known["groups"]] == ["full", "window"]
+
+        def count(group: str, *states: int) -> int:
+            ours = reader.codes >> encode.GROUP_BIT == encode.GROUPS[group]  # type: ignore[index]
+            return int((ours & np.isin(reader.codes & 3, states)).sum())
+
+        generation = llm.submit("a prompt that is far longer than the window " * 4, LONG, request_id="mine")
+        while not any(request["generated"] > 40 for request in reader.known["requests"]):
+            reader = await anext(events)
+        assert count("window", encode.PRIVATE) and count("window", encode.CACHED)
+        assert count("full", encode.SHARED) and not count("state", encode.PRIVATE, encode.SHARED, encode.CACHED)
+        (request,) = reader.known["requests"]
+        running = reader.codes[(reader.codes & 3 == encode.PRIVATE) & (reader.codes >> encode.GROUP_BIT > 0)]
+        assert set(running >> 2 & (1 << 27) - 1) <= set(request["holders"])
+        await generation.aclose()
+        while reader.known["requests"] or count("full", encode.SHARED):
+            reader = await anext(events)
+        held = {group["kind"]: group for group in reader.known["now"]["kv"]["groups"]}
+        assert count("window", encode.CACHED) == 2 * held["window"]["evictable"] > 0 == held["window"]["used"]
+        assert count("full", encode.CACHED) == held["full"]["evictable"]
+        assert reader.known["now"]["kv"]["snapshots"] == sum(each["snapshots"] for each in reader.known["prefixes"])
+        report = llm.executor.kv()
+        assert [(group["window"], group["layers"]) for group in report["groups"]] == [(0, 1), (40, 2)]
+        cells = sum(group["evictable"] * group["block_bytes"] for group in report["groups"])
+        assert cells == report["bytes"]["evictable"] and report["bytes"]["referenced"] == 0
+
+
 async def test_slots_are_shown_as_well() -> None:
     async with page_of(latency_ms=5.0, layout="slots") as (llm, app), reading(app.url) as events:
         reader = await anext(events)

@@ -116,6 +116,37 @@ def test_how_orderly_memory_is_and_what_windows_dropped_is_shown(browser: Browse
     assert "contiguous · free runs " in shown and "given back" in shown and shown.endswith("upkeep failures 0")
 
 
+def test_layers_with_a_window_have_colours_a_row_and_words_of_their_own(browser: Browser, server: Served) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    browser.open(server.url)
+    browser.live()
+    assert browser.js("return document.getElementById('groups').getClientRects().length") == 0, (
+        "one group needs no table"
+    )
+    with serving("backend.fake.latency_ms=10", "backend.fake.window=100") as windows:
+        browser.open(windows.url)
+        browser.live()
+        with streaming(windows, "one " * 80):
+            browser.until("document.querySelectorAll('#groups tr').length === 2")
+            browser.until("Number(document.getElementById('n-apart').textContent) > 0")
+            browser.until("document.getElementById('groups').textContent.includes('1 kept')")
+            row = browser.text("#groups tr:last-child")
+            assert row.startswith("attend to the last 100 tokens2up to ") and row.endswith("0 used, 0 dropped")
+            colours = browser.js(
+                "return [...document.querySelectorAll('#groups .swatch')]"
+                ".map((swatch) => getComputedStyle(swatch).background)"
+            )
+            assert len(set(colours)) == 4
+            browser.find("#map").send_keys(Keys.HOME)
+            seen = set()
+            for _ in range(120):
+                browser.find("#map").send_keys(Keys.ARROW_RIGHT)
+                seen.add(browser.text("#map-cell").partition(": ")[2].partition(";")[0])
+            assert "window, running" in seen and any(text.startswith("window, kept snapshot") for text in seen)
+    assert browser.complaints(lambda text: "ERR_" in text) == []
+
+
 def test_a_cell_says_who_holds_it_and_a_row_picks_its_cells_out(browser: Browser, server: Served) -> None:
     from selenium.webdriver.common.keys import Keys
 

@@ -220,7 +220,7 @@ class RemoteExecutor:
             for status in self.statuses()
         }
         assert self.text is not None  # it is there before any report
-        return {**kv_report(self.snapshot(), details, self.text.facts.bytes_per_token), "replicas": replicas}
+        return {**kv_report(self.snapshot(), details, self.text.facts), "replicas": replicas}
 
     def replicas(self) -> list[dict[str, Any]] | None:
         return [replica_line(status) for status in self.statuses()]

@@ -56,7 +56,9 @@ def _served(entry: ModelEntry, llm: AsyncLLM) -> ServedModel:
     facts, backend = llm.text.facts, llm.text.facts.traits.name
     name = entry.client_name(backend) if backend == "fake" or entry.aliases else facts.name
     about = Estimate(
-        facts.name, cast("BackendKind", backend), 0, facts.bytes_per_token, facts.max_context, is_elastic=False
+        *(facts.name, cast("BackendKind", backend), 0, facts.bytes_per_token, facts.max_context),
+        is_elastic=False,
+        groups=facts.groups,
     )
     return ServedModel(
         name,

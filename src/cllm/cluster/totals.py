@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from cllm.cluster.messages import Report
 from cllm.engine.stats import EngineSnapshot
-from cllm.kv.usage import DiskNumbers, HostNumbers, KVUsage
+from cllm.kv.usage import DiskNumbers, GroupUsage, HostNumbers, KVUsage
 
 ReplicaState = Literal["running", "silent", "joining", "draining"]
 """`silent`: it has told nothing of its cache for a while; `joining`: there is no report of it yet; `draining`: it
@@ -57,6 +57,7 @@ def total_usage(replicas: Sequence[tuple[str, KVUsage]]) -> KVUsage:
         "contiguity": _mean((usage.contiguity, usage.referenced) for usage in usages),
         "disk": _total_disk([(node, usage.disk) for node, usage in replicas]),
         "host": HostNumbers(**_sums([usage.host for usage in usages])),
+        "groups": tuple(map(_total_group, zip(*(usage.groups for usage in usages), strict=True))),
     }
     return KVUsage(**special, **_sums(usages, without=special))
 
@@ -81,6 +82,10 @@ def _mean(weighted: Iterable[tuple[float, int]]) -> float:
     pairs = list(weighted)
     weight = sum(weight for _, weight in pairs)
     return sum(value * part for value, part in pairs) / weight if weight else 1.0
+
+
+def _total_group(replicas: Sequence[GroupUsage]) -> GroupUsage:
+    return replicas[0]._replace(**_sums(replicas, without=("kind", "block_bytes")))
 
 
 def _total_disk(replicas: Sequence[tuple[str, DiskNumbers]]) -> DiskNumbers:

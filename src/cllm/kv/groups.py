@@ -13,7 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+GroupKind = Literal["full", "window", "state"]
+"""How layers keep memory: of all tokens, of those in their window, or of none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,19 @@ class KVLayout:
     def local_bytes(self) -> int:
         """What a token inside the window takes beside that."""
         return 0 if self.local is None else self.local.cells * self.token_bytes
+
+
+class GroupCost(NamedTuple):
+    """What layers with equal needs take."""
+
+    kind: GroupKind
+    layers: int
+    window: int
+    """Tokens that they attend to; 0: all."""
+    bytes_per_token: int
+    """What each token takes that they keep."""
+    bytes_per_sequence: int | None
+    """The most that a running sequence takes; None: it grows with every token."""
 
 
 class LayerKV(NamedTuple):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from cllm.kv.groups import GroupKind
+
 
 class DiskNumbers(NamedTuple):
     """The disk tier since the start; all zero without one."""
@@ -36,6 +38,16 @@ class HostNumbers(NamedTuple):
     """Copied from the device."""
     in_bytes: int = 0
     """Copied back."""
+
+
+class GroupUsage(NamedTuple):
+    """What layers with equal needs hold, in blocks of their own size. It counts in the cache's units, too."""
+
+    kind: GroupKind
+    block_bytes: int
+    used: int
+    """By running sequences and pins."""
+    evictable: int
 
 
 class KVUsage(NamedTuple):
@@ -90,11 +102,14 @@ class KVUsage(NamedTuple):
     pinned: int = 0
     """Units held by pins. They count as referenced."""
     pins_refused: int = 0
-    local: int = 0
-    """Units that hold the K/V of layers with a window, where those are apart. They count above, too."""
-    local_evictable: int = 0
+    groups: tuple[GroupUsage, ...] = ()
+    """Paged: of layers that attend to everything, and of those that keep something else."""
     snapshots: int = 0
-    """Places of cached prefixes where these layers can go on."""
+    """Places of cached prefixes that keep what layers other than full ones need to go on there."""
+    snapshots_taken: int = 0
+    """Since the start, as what follows."""
+    snapshots_used: int = 0
+    snapshots_dropped: int = 0
     blocks_stored: int = 0
     """Blocks added to the prefix tree since the start."""
     blocks_removed: int = 0
@@ -110,7 +125,8 @@ class KVUsage(NamedTuple):
         return {state: count * self.bytes_per_unit for state, count in units.items()}
 
     def as_dict(self) -> dict[str, Any]:
-        return {**self._asdict(), "disk": self.disk._asdict(), "host": self.host._asdict()}
+        groups = [group._asdict() for group in self.groups]
+        return {**self._asdict(), "disk": self.disk._asdict(), "host": self.host._asdict(), "groups": groups}
 
     @property
     def used_fraction(self) -> float:

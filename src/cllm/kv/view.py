@@ -8,6 +8,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cllm.kv.groups import GroupKind
+
 FREE = 0
 """The holder of a free cell."""
 
@@ -40,6 +42,8 @@ class PrefixView(NamedTuple):
     """Pins on it. With neither users nor pins it is evictable."""
     name: bytes = b""
     """The name of its last block, as in events; paged backends."""
+    snapshots: int = 0
+    """Places on its edge where layers with a window or a state can go on."""
 
 
 class SequenceView(NamedTuple):
@@ -50,6 +54,15 @@ class SequenceView(NamedTuple):
     request_id: str
     tokens: int
     computed: int
+
+
+class GroupCells(NamedTuple):
+    """Cells of layers that do not keep all tokens."""
+
+    kind: GroupKind
+    cells: NDArray[np.int32]
+    used: NDArray[np.bool_]
+    """Whether a running sequence uses the cell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +86,5 @@ class KVView:
     used_prefixes: frozenset[int]
     """Ids of all prefixes with users, listed or not."""
     sequences: tuple[SequenceView, ...]
+    groups: tuple[GroupCells, ...] = ()
+    """Beside the full layers, whose are all other cells."""

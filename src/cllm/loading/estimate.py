@@ -8,11 +8,12 @@ from typing import Literal
 from cllm.backends.base import BackendTraits
 from cllm.config import Config
 from cllm.kv.disk.model_digest import identity
+from cllm.kv.groups import GroupCost
 from cllm.kv.sizing import SLOT_PADDING
 from cllm.loading.backend_choice import choose_backend, name_of, open_model_file, weights_of
 from cllm.loading.context import context_of
 from cllm.loading.disk_cache import ModelFiles, files_of
-from cllm.loading.resources import kv_layout, local_bytes, local_shape
+from cllm.loading.resources import group_costs, kv_layout, local_shape
 from cllm.loading.sampling_defaults import SamplingDefaults, sampling_defaults
 from cllm.loading.torch_model import device_of
 from cllm.models.gguf import GGUFModel
@@ -42,8 +43,13 @@ class Estimate:
     weight_type: str | None = None
     """The type of most weights."""
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
-    local_bytes: int = 0
-    """K/V bytes of layers with a window, for a sequence however long, if they are kept apart."""
+    groups: tuple[GroupCost, ...] = ()
+    """Layers with equal needs."""
+
+    @property
+    def local_bytes(self) -> int:
+        """What a sequence takes however long it is."""
+        return sum(group.bytes_per_sequence or 0 for group in self.groups)
 
     @property
     def context_bytes(self) -> int:
@@ -81,7 +87,7 @@ def estimate(config: Config) -> Estimate:
     device = device_of(config) if kind == "torch" else "cpu"
     context = context_of(config, spec)
     layout = kv_layout(config, spec, kind)
-    local = local_bytes(local_shape(config, layout, BackendTraits.preferred_step_tokens), layout, context)
+    groups = group_costs(layout, local_shape(config, layout, BackendTraits.preferred_step_tokens), context)
     return Estimate(
-        *(name, kind, weights, layout.token_bytes, context, is_elastic, device, files, weight_type, sampling, local)
+        *(name, kind, weights, layout.token_bytes, context, is_elastic, device, files, weight_type, sampling, groups)
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cllm.backends.base import BackendTraits
+from cllm.kv.groups import GroupCost
 from cllm.models.spec import ModelSpec
 
 
@@ -24,5 +25,8 @@ class ModelFacts:
     context_advice: str
     """For a client whose prompt is longer than that."""
     bytes_per_token: int
+    """In all layers, or those that attend to everything where others are apart."""
+    groups: tuple[GroupCost, ...]
+    """Layers with equal needs; the first are those."""
     unit_tokens: int
     """The smallest piece of K/V memory."""

@@ -14,4 +14,5 @@ def open_fake(config: Config) -> fake.FakeBackend:
         latency_s=settings.latency_ms / 1000,
         context_length=max(config.resources.max_context_length or 0, fake.CONTEXT),
         layout="slots" if settings.layout == "slots" else "blocks",
+        window=settings.window,
     )

@@ -32,7 +32,7 @@ from cllm.loading.open_model import (
     open_text,
     paged_max_running,
 )
-from cllm.loading.resources import check_local_room, kv_layout, local_bytes, local_shape
+from cllm.loading.resources import check_local_room, group_costs, kv_layout, local_bytes, local_shape
 from cllm.loading.text_model import TextModel
 from cllm.loading.weights_id import weights_id
 from cllm.machine import mib
@@ -118,6 +118,7 @@ def _build(
         max_context=memory.context.tokens,
         context_advice=memory.context.advice,
         bytes_per_token=token_bytes,
+        groups=group_costs(layout, local_shape(config, layout, step_tokens), context),
         unit_tokens=memory.kv.unit_tokens,
     )
     text = TextModel(config, opened, facts, share.tokenizers, workers)

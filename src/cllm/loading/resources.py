@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from cllm.config import Config
 from cllm.config.schema import ResourcesConfig
 from cllm.errors import ConfigError, ModelError
-from cllm.kv.groups import KVLayout
+from cllm.kv.groups import GroupCost, KVLayout
 from cllm.kv.paged.local import LocalShape, most_blocks
 from cllm.kv.sizing import MIB
 from cllm.machine import Cpus, MemoryLimit, default_threads, mib, tightest
@@ -77,6 +77,19 @@ def local_bytes(shape: LocalShape | None, layout: KVLayout, context: int) -> int
         return 0
     blocks = min(most_blocks(shape, layout.block_size), -(-context // layout.block_size))
     return blocks * shape.cells * layout.cell_bytes
+
+
+def group_costs(layout: KVLayout, shape: LocalShape | None, context: int) -> tuple[GroupCost, ...]:
+    """What each group takes."""
+    full, local, states = layout.groups[0], layout.local, layout.states
+    costs = [GroupCost("full", len(full.layers), full.window, layout.token_bytes, None)]
+    if local is not None:
+        most = local_bytes(shape, layout, context)
+        costs.append(GroupCost("window", len(local.layers), local.window, layout.local_bytes, most))
+    if states is not None:
+        # A step reads one state and writes another.
+        costs.append(GroupCost("state", len(states.layers), 0, 0, 2 * states.cells * layout.cell_bytes))
+    return tuple(costs)
 
 
 def check_local_room(budget: int, needed: int, full: int) -> None:

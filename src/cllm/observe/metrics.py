@@ -91,12 +91,12 @@ class MetricsObserver:
 
 
 class _Value(NamedTuple):
-    """A gauge or counter; with a label, one value for each of its values."""
+    """A gauge or counter; with labels, one value for each of theirs."""
 
     name: str
     help: str
-    value: Callable[[EngineSnapshot], float | dict[str, float]]
-    label: str | None = None
+    value: Callable[[EngineSnapshot], float | Mapping[str, float] | Mapping[tuple[str, ...], float]]
+    labels: tuple[str, ...] = ()
 
 
 def _kv_units(snapshot: EngineSnapshot) -> dict[str, float]:
@@ -106,6 +106,23 @@ def _kv_units(snapshot: EngineSnapshot) -> dict[str, float]:
 
 def _kv_bytes(snapshot: EngineSnapshot) -> dict[str, float]:
     return {state: units * snapshot.kv.bytes_per_unit for state, units in _kv_units(snapshot).items()}
+
+
+def _group_bytes(snapshot: EngineSnapshot) -> dict[tuple[str, ...], float]:
+    return {place: blocks * size for place, (blocks, size) in _groups(snapshot).items()}
+
+
+def _group_blocks(snapshot: EngineSnapshot) -> dict[tuple[str, ...], float]:
+    return {place: blocks for place, (blocks, _) in _groups(snapshot).items()}
+
+
+def _groups(snapshot: EngineSnapshot) -> dict[tuple[str, ...], tuple[int, int]]:
+    """Blocks, and the bytes of one, by group and state."""
+    return {
+        (group.kind, state): (blocks, group.block_bytes)
+        for group in snapshot.kv.groups
+        for state, blocks in (("used", group.used), ("evictable", group.evictable))
+    }
 
 
 def _kv_extents(snapshot: EngineSnapshot) -> dict[str, float]:
@@ -121,8 +138,8 @@ _GAUGES = (
         "Share of the KV cache used by running requests and pins, 0 to 1.",
         lambda s: s.kv.used_fraction,
     ),
-    _Value("kv_blocks", "Blocks (paged backends) or token cells (slots) of the KV cache.", _kv_units, "state"),
-    _Value("kv_bytes", "Bytes of the KV cache.", _kv_bytes, "state"),
+    _Value("kv_blocks", "Blocks (paged backends) or token cells (slots) of the KV cache.", _kv_units, ("state",)),
+    _Value("kv_bytes", "Bytes of the KV cache.", _kv_bytes, ("state",)),
     _Value(
         "kv_peak_bytes", "Peak of the KV bytes used by running requests.", lambda s: s.kv.peak * s.kv.bytes_per_unit
     ),
@@ -131,7 +148,7 @@ _GAUGES = (
         "kv_sequences",
         "Sequences in the KV cache.",
         lambda s: {"running": s.kv.sequences_running, "held": s.kv.sequences_held},
-        "state",
+        ("state",),
     ),
     _Value("kv_free_segments", "Number of free runs of units.", lambda s: s.kv.free_segments),
     _Value("kv_largest_free_span", "Units in the largest free run.", lambda s: s.kv.largest_free_span),
@@ -144,7 +161,7 @@ _GAUGES = (
         "kv_extents",
         "Groups of adjacent KV blocks: used, needed if there were no holes, empty with memory, empty without.",
         _kv_extents,
-        "state",
+        ("state",),
     ),
     _Value("kv_slots", "Slots that have memory (0 on paged backends).", lambda s: s.kv.slots),
     _Value("kv_resident_bytes", "Resident KV bytes, as of the last time nothing ran.", lambda s: s.kv.resident_bytes),
@@ -153,13 +170,15 @@ _GAUGES = (
     _Value("kv_disk_queued_bytes", "KV bytes waiting to be written to disk.", lambda s: s.kv.disk.queued_bytes),
     _Value("kv_disk_loading", "Loads of KV from disk in progress.", lambda s: s.kv.disk.loading),
     _Value(
-        "kv_window_bytes",
-        "KV bytes of layers with a sliding window, where they are kept apart; kv_bytes includes them.",
-        lambda s: s.kv.local * s.kv.bytes_per_unit,
+        "kv_group_bytes",
+        "Bytes of layers that keep all tokens (full), a window or a state; kv_bytes includes them.",
+        _group_bytes,
+        ("group", "state"),
     ),
+    _Value("kv_group_blocks", "Blocks of each group of layers.", _group_blocks, ("group", "state")),
     _Value(
-        "kv_window_snapshots",
-        "Places of cached prefixes where layers with a sliding window can go on.",
+        "kv_snapshots",
+        "Places of cached prefixes where layers with a window or a state can go on.",
         lambda s: s.kv.snapshots,
     ),
     _Value("kv_pins", "Pinned prefixes.", lambda s: s.kv.pins),
@@ -192,7 +211,7 @@ _COUNTERS = (
     _Value("spec_decode_num_draft_tokens", "Drafted tokens.", lambda s: s.drafted_tokens),
     _Value("spec_decode_num_accepted_tokens", "Accepted drafted tokens.", lambda s: s.accepted_drafts),
     _Value("kv_window_dropped_tokens", "Tokens dropped by rolling windows.", lambda s: s.dropped_tokens),
-    _Value("request_success", "Finished requests by reason.", lambda s: dict(s.finished), "finished_reason"),
+    _Value("request_success", "Finished requests by reason.", lambda s: dict(s.finished), ("finished_reason",)),
     _Value("kv_evictions", "Units evicted from the KV cache.", lambda s: s.kv.evictions),
     _Value("kv_compactions", "Compactions of the KV cache.", lambda s: s.kv.compactions),
     _Value(
@@ -232,6 +251,9 @@ _COUNTERS = (
     ),
     _Value("kv_disk_hits", "Prompt tokens loaded from disk.", lambda s: s.kv.disk.loaded_tokens),
     _Value("kv_pins_refused", "Pins that were refused.", lambda s: s.kv.pins_refused),
+    _Value("kv_snapshots_taken", "Snapshots of windows and states taken.", lambda s: s.kv.snapshots_taken),
+    _Value("kv_snapshots_used", "Sequences that went on from a snapshot.", lambda s: s.kv.snapshots_used),
+    _Value("kv_snapshots_dropped", "Snapshots of windows and states dropped.", lambda s: s.kv.snapshots_dropped),
     _Value("kv_blocks_stored", "Blocks added to the prefix tree.", lambda s: s.kv.blocks_stored),
     _Value("kv_blocks_removed", "Blocks removed from the prefix tree.", lambda s: s.kv.blocks_removed),
     _Value("batch_splits", "Batches that the backend had to split.", lambda s: s.batch_splits),
@@ -284,16 +306,15 @@ class EngineCollector(Collector):
             yield family
 
     def _naming(self, value: _Value) -> tuple[str, str, None, list[str]]:
-        labels = ["model_name", value.label] if value.label else ["model_name"]
-        return f"{self._prefix}:{value.name}", value.help, None, labels
+        return f"{self._prefix}:{value.name}", value.help, None, ["model_name", *value.labels]
 
     def _fill(
         self, family: GaugeMetricFamily | CounterMetricFamily, value: _Value, model: str, snapshot: EngineSnapshot
     ) -> Metric:
         current = value.value(snapshot)
-        if isinstance(current, dict):
-            for state, number in current.items():
-                family.add_metric([model, state], number)
+        if isinstance(current, Mapping):
+            for place, number in current.items():
+                family.add_metric([model, *((place,) if isinstance(place, str) else place)], number)
         else:
             family.add_metric([model], current)
         return family

@@ -11,7 +11,7 @@ from cllm.kv.ops import BlockBytes, BlockGeometry, BlockOps, Move
 from cllm.kv.paged.block_table import BlockAllocation, allocation_of, own_blocks
 from cllm.kv.paged.extents import extent_blocks
 from cllm.kv.paged.holder_ids import HolderIds
-from cllm.kv.paged.local import LocalMemory, LocalShape
+from cllm.kv.paged.local import LocalMemory, LocalShape, SnapshotCounts
 from cllm.kv.paged.pool import BlockPool
 from cllm.kv.paged.prefix_cache import BlockHolders, PrefixCache
 from cllm.kv.radix import Node
@@ -51,6 +51,7 @@ class Arena:
         """Loads under way. Each has a sequence among the running ones."""
         self.copied_bytes = 0
         self.events = KVEvents()
+        self.snapshots = SnapshotCounts()
         self._policy = policy
         self._apart = apart
         self._local_shape = local
@@ -60,7 +61,7 @@ class Arena:
         self.pool = BlockPool(self.geometry.blocks, self.extent_blocks, apart=self._apart)
         self.holders = HolderIds()
         shape, size = self._local_shape, self.geometry.block_size
-        self.local = None if shape is None else LocalMemory(shape, size, self.pool, self.holders)
+        self.local = None if shape is None else LocalMemory(shape, size, self.pool, self.holders, self.snapshots)
         self.prefixes = PrefixCache(
             self.pool,
             self.holders,

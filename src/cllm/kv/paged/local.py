@@ -50,6 +50,13 @@ def most_blocks(shape: LocalShape, block_size: int) -> int:
     return -(-shape.window // block_size) + -(-shape.ahead // block_size) + 1
 
 
+class SnapshotCounts:
+    """Since the start."""
+
+    def __init__(self) -> None:
+        self.taken = self.used = self.dropped = 0
+
+
 class LocalSnapshot:
     __slots__ = ("blocks", "node", "pins")
 
@@ -64,8 +71,16 @@ class LocalSnapshot:
 
 
 class LocalMemory:
-    def __init__(self, shape: LocalShape, block_size: int, pool: BlockPool, holders: HolderIds) -> None:  # type: ignore[type-arg]
+    def __init__(
+        self,
+        shape: LocalShape,
+        block_size: int,
+        pool: BlockPool,
+        holders: HolderIds,  # type: ignore[type-arg]
+        counts: SnapshotCounts,
+    ) -> None:
         self.shape = shape
+        self._counts = counts
         self.policy: LRU[LocalSnapshot] = LRU()
         """All snapshots, the least recently used first."""
         self.evictable = 0
@@ -127,6 +142,7 @@ class LocalMemory:
             self.use(block)
             table.append(block)
         self.touch(snapshot)
+        self._counts.used += 1
         return table
 
     def share(self, table: LocalTable, end: int) -> LocalTable:
@@ -175,6 +191,7 @@ class LocalMemory:
         for block in snapshot.blocks:
             block.kept += 1
         node.marks[unit] = snapshot
+        self._counts.taken += 1
         self.policy.add(snapshot, 0)
         self._thin(snapshot, to_pin)
 
@@ -187,6 +204,7 @@ class LocalMemory:
         marks = snapshot.node.marks
         del marks[next(unit for unit, mark in marks.items() if mark is snapshot)]
         self.policy.remove(snapshot)
+        self._counts.dropped += 1
         for block in snapshot.blocks:
             block.kept -= 1
             if block.kept == block.users == 0:

@@ -43,7 +43,7 @@ from cllm.kv.sequence import KVSequence
 from cllm.kv.tiers.disk_tier import DiskTier
 from cllm.kv.tiers.host_tier import HostTier
 from cllm.kv.tiers.tiers import Tiers
-from cllm.kv.usage import KVUsage
+from cllm.kv.usage import GroupUsage, KVUsage
 from cllm.kv.view import KVView
 
 
@@ -307,9 +307,11 @@ class PagedKVManager(KVManager):
             pins=len(self.pins.all),
             pinned=prefixes.pinned,
             pins_refused=self.pins.all.refused,
-            local=0 if arena.local is None else arena.local.shape.cells * len(arena.local.all),
-            local_evictable=0 if arena.local is None else arena.local.evictable,
+            groups=self._groups(),
             snapshots=0 if arena.local is None else len(arena.local.policy),
+            snapshots_taken=arena.snapshots.taken,
+            snapshots_used=arena.snapshots.used,
+            snapshots_dropped=arena.snapshots.dropped,
             blocks_stored=arena.events.blocks_stored,
             blocks_removed=arena.events.blocks_removed,
         )
@@ -331,7 +333,6 @@ class PagedKVManager(KVManager):
                 }
                 for s in self.arena.running.values()
             ],
-            "groups": self._groups(),
             "prefix_nodes_evictable": len(self.arena.prefixes.policy),
             "upkeep": self.upkeep.details(),
             "host": self.tiers.host_details(),
@@ -339,18 +340,16 @@ class PagedKVManager(KVManager):
             "pins": self.pins.details(),
         }
 
-    def _groups(self) -> list[dict[str, Any]]:
-        """Layers with equal needs: bytes of a block's tokens, and blocks that are held."""
+    def _groups(self) -> tuple[GroupUsage, ...]:
         arena, local = self.arena, self.arena.local
-        held = arena.pool.total - arena.pool.free
         if local is None:
-            return [{"window": None, "block_bytes": arena.block_bytes, "blocks": held}]
-        size, blocks = local.shape.cells, len(local.all)
-        return [
-            {"window": None, "block_bytes": arena.block_bytes, "blocks": held - size * blocks},
-            {"window": local.shape.window, "block_bytes": size * arena.block_bytes, "blocks": blocks}
-            | {"evictable": local.evictable // size, "snapshots": len(local.policy)},
-        ]
+            return (GroupUsage("full", arena.block_bytes, arena.referenced, arena.evictable),)
+        size, evictable = local.shape.cells, local.evictable // local.shape.cells
+        windows = GroupUsage("window", size * arena.block_bytes, len(local.all) - evictable, evictable)
+        full = GroupUsage(
+            "full", arena.block_bytes, arena.referenced - size * windows.used, arena.evictable - local.evictable
+        )
+        return full, windows
 
     def view(self) -> KVView:
         return paged_view(self.arena)

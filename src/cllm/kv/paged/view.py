@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from heapq import nlargest
 from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cllm.kv.groups import GroupKind, LocalBlock
 from cllm.kv.paged.arena import Arena
 from cllm.kv.paged.block_table import BlockNode, allocation_of
-from cllm.kv.view import FIRST_TOKENS, MOST_NODES, MOST_PREFIXES, KVView, PrefixView, SequenceView
+from cllm.kv.view import FIRST_TOKENS, MOST_NODES, MOST_PREFIXES, GroupCells, KVView, PrefixView, SequenceView
 
 
 def paged_view(arena: Arena) -> KVView:
@@ -30,7 +32,14 @@ def paged_view(arena: Arena) -> KVView:
         sequences=tuple(
             SequenceView(number, s.request_id, len(s.tokens), s.num_computed) for number, s in arena.running.items()
         ),
+        groups=() if arena.local is None else (_cells("window", arena.local.all.values()),),
     )
+
+
+def _cells(kind: GroupKind, blocks: Iterable[LocalBlock]) -> GroupCells:
+    owned = [(cell, block.users > block.pins) for block in blocks for cell in block.cells]
+    cells, used = zip(*owned, strict=True) if owned else ((), ())
+    return GroupCells(kind, np.array(cells, np.int32), np.array(used, np.bool_))
 
 
 def _holders(arena: Arena) -> NDArray[np.int32]:
@@ -62,4 +71,5 @@ def _prefix_view(node: BlockNode, block_size: int) -> PrefixView:
     parent = node.parent.number if node.parent is not None else 0
     first = tuple(memoryview(node.key[: FIRST_TOKENS * 4]).cast("i"))
     users, name = node.references - node.pins, node.names[-1]
-    return PrefixView(node.number, parent, len(node.value) * block_size, node.hits, users, first, node.pins, name)
+    size, snapshots = len(node.value) * block_size, len(node.marks)
+    return PrefixView(node.number, parent, size, node.hits, users, first, node.pins, name, snapshots)

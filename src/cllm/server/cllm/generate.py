@@ -39,7 +39,7 @@ from cllm.server.http.response import (
 from cllm.server.inference.limits import pins_of
 from cllm.server.inference.streams import CompletionStream, collect, sent_by
 from cllm.server.schema.body import JsonBody
-from cllm.server.schema.replies import error_responses, event_stream
+from cllm.server.schema.replies import error_responses, event_stream, groups_of
 from cllm.server.schema.structure import compiled
 from cllm.server.state import ServerState, State, tenant_of
 from cllm.text.tokenizer import TokenLimit
@@ -159,15 +159,16 @@ async def model_info(state: State, model: str | None = None) -> ModelInfoReply:
         architecture=spec.architecture,
         layers=spec.n_layers,
         embedding_size=spec.n_embd,
-        heads=spec.attentions[0].n_heads,
-        kv_heads=spec.attentions[0].n_kv_heads,
+        heads=max((attention.n_heads for attention in spec.attentions), default=0),
+        kv_heads=max((attention.n_kv_heads for attention in spec.attentions), default=0),
         vocab_size=spec.n_vocab,
         context_length=llm.text.max_context,
         trained_context_length=spec.context_length,
         kv_layout=kv.layout,
         kv_type_k=shown.config.resources.kv_type_k,
         kv_type_v=shown.config.resources.kv_type_v,
-        kv_bytes_per_token=kv.bytes_per_unit // kv.unit_tokens,
+        kv_bytes_per_token=llm.text.facts.bytes_per_token,
+        kv_groups=groups_of(llm.text.facts.groups),
         kv_bytes_total=kv.total * kv.bytes_per_unit,
         sampling_defaults=dict(llm.text.sampling_defaults.values),
         sampling_defaults_from=dict(llm.text.sampling_defaults.sources),

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from cllm.server.schema.replies import ErrorDetail
+from cllm.server.schema.replies import ErrorDetail, KVGroup
 from cllm.server.schema.sampling import RETURN_PROGRESS, SamplingFields, in_range
 from cllm.server.schema.validation import WHOLE, Int32, ModelName, RequestModel, Text, Words
 
@@ -124,7 +124,8 @@ class ModelInfo(BaseModel):
     kv_layout: str = Field(description="`paged` or `slots`.")
     kv_type_k: str
     kv_type_v: str
-    kv_bytes_per_token: int
+    kv_bytes_per_token: int = Field(description="Of the first group.")
+    kv_groups: list[KVGroup]
     kv_bytes_total: int
     sampling_defaults: dict[str, int | float] = Field(description="Used for parameters that a request leaves out.")
     sampling_defaults_from: dict[str, str] = Field(

@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from cllm.server.schema.replies import KVGroup
+
 
 class PromptTokensDetails(BaseModel):
     cached_tokens: int = Field(description="Prompt tokens found in the KV cache.")
@@ -133,7 +135,8 @@ class ServedCard(ModelCard):
     requests: int | None = Field(description="Requests that use it now; for the operator.")
     weights_bytes: int
     kv_bytes: int | None = Field(description="K/V memory that it may have now; for the operator.")
-    kv_bytes_per_token: int
+    kv_bytes_per_token: int = Field(description="Of the first group.")
+    kv_groups: list[KVGroup]
 
 
 class ModelList(BaseModel):

@@ -32,7 +32,7 @@ from cllm.server.openai.replies import ChatReply, CompletionReply, ModelCard, Mo
 from cllm.server.openai.schema import ChatRequest, CompletionRequest, OpenAIRequest
 from cllm.server.schema.body import JsonBody
 from cllm.server.schema.messages import marks_in
-from cllm.server.schema.replies import ErrorReply, error_responses, event_stream
+from cllm.server.schema.replies import ErrorReply, error_responses, event_stream, groups_of
 from cllm.server.schema.structure import compiled
 from cllm.server.schema.tools import allowed_of, choice_of
 from cllm.server.state import ModelState, ServerState, State, is_operator
@@ -161,6 +161,7 @@ def served_card(served: ServedModel, created: int, *, sees_all: bool) -> ServedC
         weights_bytes=served.estimate.weights,
         kv_bytes=taken if sees_all else None,
         kv_bytes_per_token=served.estimate.token_bytes,
+        kv_groups=groups_of(served.estimate.groups),
     )
 
 

@@ -4,6 +4,7 @@ Both hold one JSON object; `change` leaves out what has not changed.
 
     version             goes up by one with every event
     model, backend      names
+    groups              layers with equal needs: how many, and what they take
     layout, cell_tokens, cell_bytes, cells, extent_cells, context
     map                 runs of equal cells: {"lengths", "codes"} of all of them, or with "starts" of those that changed
     resident            a bit for every extent of `extent_cells` cells: its memory is taken from the OS
@@ -15,8 +16,8 @@ Both hold one JSON object; `change` leaves out what has not changed.
     now                 plain numbers: counters of the engine and the cache, resident bytes of the process
 
 Columns of numbers are base64 of little-endian 32-bit integers: a hundred thousand of them cost a millisecond, as JSON
-more than ten. The code of a cell is its holder's number times four plus its state: `CACHED`, `SHARED` or `PRIVATE`. 0
-is free.
+more than ten. The code of a cell is its holder's number times four plus its state: `CACHED`, `SHARED` or `PRIVATE`, and
+above the bits of the number the group of layers that it belongs to, as numbered in `GROUPS`. 0 is free.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm.engine.stats import EngineView, RequestView
-from cllm.kv.view import FREE, KVView, PrefixView
+from cllm.kv.groups import GroupKind
+from cllm.kv.view import FREE, GroupCells, KVView, PrefixView
 from cllm.server.page.cache_events import short_name
 
 CACHED, SHARED, PRIVATE = 1, 2, 3
-_NUMBERS = (1 << 29) - 1
+GROUPS: dict[GroupKind, int] = {"full": 0, "window": 1, "state": 2}
+GROUP_BIT = 29
+_NUMBERS = (1 << GROUP_BIT - 2) - 1
 """A holder's number is shown in as many bits as the code of a cell leaves."""
 _TEXT_LENGTH = 120
 
@@ -136,7 +140,17 @@ def codes_of(view: KVView) -> Cells:
     states[np.isin(holders, _array(sequence.number for sequence in view.sequences))] = PRIVATE
     codes = ((holders & _NUMBERS) << 2) | states
     codes[holders == FREE] = 0
-    return np.repeat(codes, lengths)
+    codes = np.repeat(codes, lengths)
+    for group in view.groups:
+        codes[group.cells] = _codes_of_group(codes[group.cells], group)
+    return codes
+
+
+def _codes_of_group(codes: Cells, group: GroupCells) -> Cells:
+    """What a prefix keeps may be in use though the prefix is not, and the other way round."""
+    kept = (codes & ~3) | np.where(group.used, np.int32(SHARED), np.int32(CACHED))
+    coded: Cells = np.where(codes & 3 == PRIVATE, codes, kept) | np.int32(GROUPS[group.kind] << GROUP_BIT)
+    return coded
 
 
 def _runs(cells: Cells) -> tuple[TokenCounts, Cells]:
@@ -182,6 +196,7 @@ def _prefix(prefix: PrefixView, text_of: TextOf | None) -> dict[str, Any]:
         "hits": prefix.hits,
         "users": prefix.users,
         "pins": prefix.pins,
+        "snapshots": prefix.snapshots,
         "name": short_name(prefix.name),
     }
     if text_of is not None:

@@ -178,6 +178,7 @@ class Hub:
             "backend": llm.text.facts.traits.name,
             "context": llm.text.max_context,
             "block_tokens": self._block_tokens,
+            "groups": [group._asdict() for group in llm.text.facts.groups],
         }
 
     def _kept(self) -> dict[str, Any]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, Field
+
+from cllm.kv.groups import GroupCost, GroupKind
 
 
 class ErrorDetail(BaseModel):
@@ -35,6 +38,22 @@ _CAUSES = {
 def error_responses(model: type[BaseModel], *statuses: int) -> dict[int | str, dict[str, Any]]:
     """For the API's description: the errors an endpoint may return."""
     return {status: {"model": model, "description": _CAUSES[status]} for status in statuses}
+
+
+class KVGroup(BaseModel):
+    """Layers with equal needs, and what they take."""
+
+    kind: GroupKind = Field(description="They keep all tokens (`full`), those in a window, or a state.")
+    layers: int
+    window: int = Field(description="Tokens that they attend to; 0: all.")
+    bytes_per_token: int = Field(description="Of every token that they keep.")
+    bytes_per_sequence: int | None = Field(
+        description="The most that a running sequence takes; null: it grows with every token."
+    )
+
+
+def groups_of(costs: Sequence[GroupCost]) -> list[KVGroup]:
+    return [KVGroup(**cost._asdict()) for cost in costs]
 
 
 _EVENT = {

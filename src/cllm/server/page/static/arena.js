@@ -1,6 +1,6 @@
 // The memory as this page knows it: a code for every cell, a bit for every extent, and how many there are of each kind.
 
-import { CACHED, PRIVATE, SHARED } from "./colour.js";
+import { CACHED, FULL, PRIVATE, SHARED, groupOf, stateOf } from "./colour.js";
 
 export class Arena {
   constructor() {
@@ -9,7 +9,7 @@ export class Arena {
     this.codes = new Int32Array(0);
     this.resident = new Uint8Array(0);
     this.takenCells = 0; // those in extents whose memory is taken from the OS
-    this.counts = { private: 0, shared: 0, cached: 0, ready: 0, released: 0 };
+    this.counts = { private: 0, shared: 0, cached: 0, apart: 0, ready: 0, released: 0 };
   }
 
   /** Take in an event; returns the changed ranges of cells as [start, end, start, end, …]. */
@@ -67,6 +67,7 @@ export class Arena {
 
   count() {
     const states = [0, 0, 0, 0];
+    let ofOthers = 0; // cells of layers that do not keep all tokens
     let ready = 0;
     let residentCells = 0;
     const { codes, extentCells, resident } = this;
@@ -74,7 +75,11 @@ export class Arena {
       const end = Math.min(start + extentCells, this.cells);
       const isResident = (resident[extent >> 3] >> (extent & 7)) & 1;
       const freeBefore = states[0];
-      for (let cell = start; cell < end; cell += 1) states[codes[cell] & 3] += 1;
+      for (let cell = start; cell < end; cell += 1) {
+        const code = codes[cell];
+        if (groupOf(code) === FULL) states[stateOf(code)] += 1;
+        else ofOthers += 1;
+      }
       if (isResident) {
         ready += states[0] - freeBefore;
         residentCells += end - start;
@@ -85,6 +90,7 @@ export class Arena {
       private: states[PRIVATE],
       shared: states[SHARED],
       cached: states[CACHED],
+      apart: ofOthers,
       ready,
       released: states[0] - ready,
     };

@@ -1,4 +1,5 @@
-// One hue for each holder of memory; how light and how strong it is says what state the memory is in.
+// One hue for each holder of memory; how light and how strong it is says what state the memory is in. Where layers differ
+// in what they keep, the hues of each group lie in a part of the circle of their own.
 
 import { isDark } from "./theme.js";
 
@@ -6,16 +7,36 @@ export const CACHED = 1;
 export const SHARED = 2;
 export const PRIVATE = 3;
 
+export const FULL = 0;
+export const WINDOW = 1;
+export const STATE = 2;
+
+const GROUP_BIT = 29;
+const NUMBERS = (1 << (GROUP_BIT - 2)) - 1;
+
+export const codeOf = (number, state) => number * 4 + state;
+export const holderOf = (code) => (code >>> 2) & NUMBERS;
+export const stateOf = (code) => code & 3;
+export const groupOf = (code) => code >>> GROUP_BIT;
+
 // Lightness and chroma of each state, in OKLCH, where equal numbers look equally light whatever the hue.
 const TONES = {
   dark: { [CACHED]: [0.4, 0.065], [SHARED]: [0.64, 0.13], [PRIVATE]: [0.84, 0.14] },
   light: { [CACHED]: [0.87, 0.05], [SHARED]: [0.71, 0.12], [PRIVATE]: [0.56, 0.17] },
 };
-const GOLDEN_ANGLE = 137.508;
+const GOLDEN_PART = 0.381966;
+const HUES = { [FULL]: [165, 150], [WINDOW]: [62, 26], [STATE]: [4, 26] }; // where they begin, and how many
+let hues = { [FULL]: [165, 360] };
+
+/** Whether there are several groups of layers to tell apart. */
+export function tellApart(several) {
+  hues = several ? HUES : { [FULL]: [165, 360] };
+}
 
 export function rgbOf(code) {
-  const [lightness, chroma] = TONES[isDark() ? "dark" : "light"][code & 3];
-  const hue = (165 + (code >>> 2) * GOLDEN_ANGLE) % 360;
+  const [lightness, chroma] = TONES[isDark() ? "dark" : "light"][stateOf(code)];
+  const [first, span] = hues[groupOf(code)];
+  const hue = first + span * ((holderOf(code) * GOLDEN_PART) % 1);
   return fromOklch(lightness, chroma, (hue * Math.PI) / 180);
 }
 

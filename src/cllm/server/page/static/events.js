@@ -16,6 +16,7 @@ const KINDS = [
   { kind: "release", read: (now) => now.kv.released_bytes, say: (count) => `${bytes(count)} given back to the OS` },
   { kind: "release", read: (now) => now.kv.prepared_bytes, say: (count) => `${bytes(count)} taken ahead from the OS` },
   { kind: "eviction", read: (now) => now.kv.evictions * now.kv.bytes_per_unit, say: (count) => `${bytes(count)} of cached prefixes evicted` },
+  { kind: "eviction", read: (now) => now.kv.snapshots_dropped, say: (count) => `${plural(count, "snapshot")} dropped` },
   { kind: "disk", read: (now) => now.kv.disk.loaded_tokens, say: (count) => `${plural(count, "token")} loaded from disk` },
   { kind: "disk", read: (now) => now.kv.disk.written_bytes, say: (count) => `${bytes(count)} written to disk` },
   { kind: "pressure", read: (now) => now.kv.disk.failed_loads, say: (count) => `${plural(count, "load")} from disk brought less than expected: the rest is computed` },

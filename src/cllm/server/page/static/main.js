@@ -8,6 +8,7 @@ import { Events } from "./events.js";
 import { Kept } from "./kept.js";
 import { MemoryChart } from "./memory.js";
 import { ModelList } from "./model_list.js";
+import { Groups } from "./groups.js";
 import { PRIVATE } from "./colour.js";
 import { PrefixTree } from "./tree.js";
 import { Replicas } from "./replicas.js";
@@ -26,6 +27,7 @@ const selection = new Selection();
 const requests = new Requests(selection);
 const tree = new PrefixTree(selection);
 const map = new ArenaMap(arena, (number, state) => (state === PRIVATE ? requests : tree).nameOf(number));
+const groups = new Groups();
 const chart = new MemoryChart();
 const events = new Events();
 const kept = new Kept(tree, selection);
@@ -49,6 +51,7 @@ follow((kind, event) => {
   if (isWhole) {
     shown.geometry = { layout: event.layout, cellTokens: event.cell_tokens, cellBytes: event.cell_bytes };
     shown.blockTokens = event.block_tokens;
+    groups.restart(event.groups);
     shown.replicas = event.replicas;
     setText(byId("model"), event.model);
     setText(byId("backend"), `${event.backend}, context ${whole(event.context)}`);
@@ -72,6 +75,7 @@ follow((kind, event) => {
   cacheEvents.follow(event.cache_events ?? [], now, shown.blockTokens);
   const takenBytes = shown.replicas ? now.kv.resident_bytes : arena.takenCells * cellBytes;
   chart.add(now, takenBytes);
+  groups.show(now.kv);
   events.follow(now);
   showCounts(shown.geometry);
   showFigures(now);

@@ -2,13 +2,15 @@
 // painted, once per frame.
 
 import { byId, setText } from "./dom.js";
-import { CACHED, PRIVATE, SHARED, pixelOf, rgbOf, rgbOfCss } from "./colour.js";
+import { CACHED, PRIVATE, SHARED, STATE, WINDOW, groupOf, holderOf, pixelOf, rgbOf, rgbOfCss, stateOf } from "./colour.js";
 import { cssColour, onTheme } from "./theme.js";
 import { whole } from "./format.js";
 
 const LARGEST_CELL = 15;
 const GLOW_MS = 600;
 const MOST_GLOWING = 400;
+const HELD = { [CACHED]: "cached, not in use", [SHARED]: "shared and in use", [PRIVATE]: "private" };
+const KEPT = { [CACHED]: "kept snapshot", [SHARED]: "kept snapshot and in use", [PRIVATE]: "running" };
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 
 export class ArenaMap {
@@ -125,7 +127,7 @@ export class ArenaMap {
     let pixel = this.pixels.get(code);
     if (pixel === undefined) {
       let rgb = rgbOf(code);
-      if (this.highlighted.size && !this.highlighted.has(code >>> 2)) {
+      if (this.highlighted.size && !this.highlighted.has(holderOf(code))) {
         const back = rgbOfCss(this.background);
         rgb = rgb.map((value, channel) => Math.round(value * 0.25 + back[channel] * 0.75));
       }
@@ -230,7 +232,8 @@ export class ArenaMap {
     const code = this.arena.codes[cell];
     const name = `Cell ${whole(cell)}`;
     if (!code) return `${name}: free, ${this.arena.isResident(cell) ? "ready to be used" : "its memory is returned to the OS"}`;
-    const state = { [CACHED]: "cached, not in use", [SHARED]: "shared and in use", [PRIVATE]: "private" }[code & 3];
-    return `${name}: ${state}; ${this.nameOf(code >>> 2, code & 3)}`;
+    const group = { [WINDOW]: "window, ", [STATE]: "state, " }[groupOf(code)] ?? "";
+    const state = (group ? KEPT : HELD)[stateOf(code)];
+    return `${name}: ${group}${state}; ${this.nameOf(holderOf(code), stateOf(code))}`;
   }
 }

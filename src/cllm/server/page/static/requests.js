@@ -1,7 +1,7 @@
 // Who runs and who waits, and how fast they advance.
 
 import { KeyedRows, byId, make, setText } from "./dom.js";
-import { PRIVATE, cssOf } from "./colour.js";
+import { PRIVATE, codeOf, cssOf } from "./colour.js";
 import { duration, rate, whole } from "./format.js";
 
 const OPTIONAL = [3, 6]; // columns that a narrow screen has no room for
@@ -54,7 +54,7 @@ export class Requests {
 
   update(row, request) {
     const [, , prompt, cached, out, speed, age] = row.cells;
-    row.dot.style.backgroundColor = request.holders.length ? cssOf(request.holders[0] * 4 + PRIVATE) : "var(--line)";
+    row.dot.style.backgroundColor = request.holders.length ? cssOf(codeOf(request.holders[0], PRIVATE)) : "var(--line)";
     row.name.setAttribute("aria-pressed", String(this.selection.key === `request ${request.id}`));
     const readsPrompt = request.running && !request.generated;
     row.progress.hidden = !readsPrompt;

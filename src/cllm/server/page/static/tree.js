@@ -1,7 +1,7 @@
 // The tree of prefixes: what is cached, how often it was found again, who uses it now.
 
 import { KeyedRows, byId, make, setText } from "./dom.js";
-import { CACHED, SHARED, cssOf } from "./colour.js";
+import { CACHED, SHARED, codeOf, cssOf } from "./colour.js";
 import { bytes, whole } from "./format.js";
 
 const DEEPEST_INDENT = 8;
@@ -39,7 +39,7 @@ export class PrefixTree {
   nameOf(number) {
     const found = this.prefixes.find(({ prefix }) => prefix.number === number)?.prefix;
     if (!found) return `prefix ${number}`;
-    return `${label(found)}, ${whole(found.tokens)} tokens, ${whole(found.hits)} hits, ${whole(found.users)} users${found.pins ? ", pinned" : ""}`;
+    return `${label(found)}, ${whole(found.tokens)} tokens, ${whole(found.hits)} hits, ${whole(found.users)} users${found.snapshots ? `, ${whole(found.snapshots)} snapshots` : ""}${found.pins ? ", pinned" : ""}`;
   }
 
   /** How the prompt begins that a prefix is the end of. */
@@ -53,8 +53,9 @@ export class PrefixTree {
 
   create({ prefix }) {
     const node = make("tr");
-    const cells = Array.from({ length: 5 }, () => node.appendChild(make("td")));
+    const cells = Array.from({ length: 6 }, () => node.appendChild(make("td")));
     cells[2].className = "optional";
+    cells[3].className = "grouped";
     const indent = make("span", "indent");
     const dot = make("i", "dot");
     const name = make("button");
@@ -65,14 +66,15 @@ export class PrefixTree {
   }
 
   update(row, { prefix, depth }) {
-    const [, tokens, size, hits, users] = row.cells;
+    const [, tokens, size, snapshots, hits, users] = row.cells;
     row.indent.style.setProperty("--depth", Math.min(depth, DEEPEST_INDENT));
-    row.dot.style.backgroundColor = cssOf(prefix.number * 4 + (prefix.users ? SHARED : CACHED));
+    row.dot.style.backgroundColor = cssOf(codeOf(prefix.number, prefix.users ? SHARED : CACHED));
     row.name.setAttribute("aria-pressed", String(this.selection.key === `prefix ${prefix.number}`));
     row.name.title = [depth && `level ${depth + 1}`, prefix.name && `ends with block ${prefix.name}`].filter(Boolean).join(", ");
     setText(row.name, label(prefix));
     setText(tokens, whole(prefix.tokens));
     setText(size, bytes(prefix.tokens * this.bytesPerToken));
+    setText(snapshots, prefix.snapshots ? whole(prefix.snapshots) : "–");
     setText(hits, whole(prefix.hits));
     setText(users, [prefix.users ? whole(prefix.users) : "", prefix.pins ? "pinned" : ""].filter(Boolean).join(", ") || "–");
   }
