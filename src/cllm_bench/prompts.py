@@ -26,7 +26,7 @@ position player record paper space ground form event official matter center coup
 need court oil situation cost industry figure street image phone data picture practice piece land product doctor
 wall patient worker news test movie north love support technology
 """
-_WORDS = _COMMON.split()
+WORDS = _COMMON.split()
 
 
 class Prompts:
@@ -36,7 +36,7 @@ class Prompts:
         self._encode = encode
         self.random = random.Random(seed)
         """For whatever else must be the same for all servers."""
-        self._tokens_per_word = len(encode(" ".join(_WORDS))) / len(_WORDS)
+        self._tokens_per_word = len(encode(" ".join(WORDS))) / len(WORDS)
 
     def text(self, tokens: int) -> str:
         """The next text, `tokens` long; within one word's tokens of it where no draw fits exactly."""
@@ -52,10 +52,10 @@ class Prompts:
 
     def rough(self, tokens: int) -> str:
         """The next text, about `tokens` long. It costs next to nothing, so it may be made while a server works."""
-        return " ".join(self.random.choices(_WORDS, k=max(1, round(tokens / self._tokens_per_word))))
+        return " ".join(self.random.choices(WORDS, k=max(1, round(tokens / self._tokens_per_word))))
 
     def _longest_within(self, tokens: int) -> str:
-        words = self.random.choices(_WORDS, k=tokens)
+        words = self.random.choices(WORDS, k=tokens)
 
         def length(count: int) -> int:
             return len(self._encode(" ".join(words[:count])))

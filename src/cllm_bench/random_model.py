@@ -5,20 +5,25 @@ Piece by piece, so that an 8B file takes little memory; always the same bytes, s
 
 from __future__ import annotations
 
+import math
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
+from numpy.typing import NDArray
 
 from cllm.machine import mib
 from cllm.models.registry import cache_dir
 from cllm_bench.errors import BenchError
-from cllm_bench.kernels.shapes import RMS_EPS, ROPE_BASE, Mix, Shape, matrices, norms, pick, weight_bytes
+from cllm_bench.kernels.layered import LayeredShape, Vector
+from cllm_bench.kernels.shapes import Mix, matrices, pick, weight_bytes
+from cllm_bench.random_vocabulary import add_vocabulary
 
-CONTEXT = 8192
-_MADE = 1
+_MADE = 2
 """Counts up when files come out differently, so that old ones are not taken for new ones."""
 _ROOM_FOR_HEADER = 32 << 20
 
@@ -49,22 +54,20 @@ def random_file(shape_name: str, type_name: str, say: Say = lambda line: None) -
     return target
 
 
-def write(target: Path, shape: Shape, mix: Mix, name: str, say: Say = lambda line: None) -> Path:
-    writer = GGUFWriter(target, "llama")
+def write(target: Path, shape: LayeredShape, mix: Mix, name: str, say: Say = lambda line: None) -> Path:
+    writer = GGUFWriter(target, shape.architecture)
     _add_metadata(writer, shape, name)
-    ones = np.ones(shape.n_embd, np.float32)
-    names = norms(shape)
     whole = list(matrices(shape, mix))
-    for norm in names:
-        writer.add_tensor_info(norm, ones.shape, ones.dtype, ones.nbytes)
+    for vector in shape.vectors:
+        writer.add_tensor_info(vector.name, vector.shape, np.dtype(np.float32), 4 * math.prod(vector.shape))
     for matrix in whole:
         byte_shape, kind = (matrix.rows, matrix.bytes // matrix.rows), GGMLQuantizationType(matrix.type.number)
         writer.add_tensor_info(matrix.name, byte_shape, np.dtype(np.uint8), matrix.bytes, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for _ in names:
-        writer.write_tensor_data(ones)
+    for vector in shape.vectors:
+        writer.write_tensor_data(_drawn(vector))
     assert writer.fout is not None
     out = writer.fout[0]
     written, total = 0, sum(matrix.bytes for matrix in whole)
@@ -79,34 +82,22 @@ def write(target: Path, shape: Shape, mix: Mix, name: str, say: Say = lambda lin
     return target
 
 
-def _add_metadata(writer: GGUFWriter, shape: Shape, name: str) -> None:
+def _drawn(vector: Vector) -> NDArray[np.float32]:
+    random = np.random.default_rng(zlib.crc32(vector.name.encode()))
+    return random.uniform(vector.low, vector.high, vector.shape).astype(np.float32)
+
+
+def _add_metadata(writer: GGUFWriter, shape: LayeredShape, name: str) -> None:
     writer.add_name(name)
-    writer.add_context_length(CONTEXT)
-    writer.add_embedding_length(shape.n_embd)
-    writer.add_block_count(shape.n_layers)
-    writer.add_feed_forward_length(shape.n_ff)
-    writer.add_head_count(shape.n_heads)
-    writer.add_head_count_kv(shape.n_kv_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_layer_norm_rms_eps(RMS_EPS)
-    writer.add_rope_freq_base(ROPE_BASE)
-    writer.add_rope_dimension_count(shape.head_dim)
-    writer.add_vocab_size(shape.n_vocab)
-    _add_vocabulary(writer, shape.n_vocab)
+    sizes = {"embedding_length": shape.n_embd, "block_count": len(shape.layers), "vocab_size": shape.n_vocab}
+    for key, value in {**sizes, **shape.keys}.items():
+        writer.add_key_value(f"{shape.architecture}.{key}", value, *_types(value))
+    add_vocabulary(writer, shape.n_vocab)
 
 
-def _add_vocabulary(writer: GGUFWriter, n_vocab: int) -> None:
-    """Two control tokens, the single bytes there is room for, a pair of them, then words that no text gives."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    spelled = [chr(256 + number) for number in range(256 - len(printable))]
-    tokens = ["<|endoftext|>", "<|im_end|>", *spelled, *map(chr, printable), "he"][:n_vocab]
-    tokens += [f"word{number}" for number in range(n_vocab - len(tokens))]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3, 3] + [1] * (n_vocab - 2))
-    writer.add_token_merges(["h e"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    writer.add_add_bos_token(False)
+def _types(value: Any) -> tuple[GGUFValueType, GGUFValueType | None]:
+    """The type of a value, and of what is in it."""
+    if isinstance(value, list):
+        return GGUFValueType.ARRAY, _types(value[0])[0]
+    kinds = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32}
+    return kinds.get(type(value), GGUFValueType.STRING), None

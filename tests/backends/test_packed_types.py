@@ -104,7 +104,7 @@ def distance(logits: NDArray[Any], reference: NDArray[Any]) -> float:
 
 
 def make(directory: Path, name: str, shape: Shape) -> Path:
-    return write(directory / "model.gguf", shape, Mix(name, name, name), f"tiny {name}")
+    return write(directory / "model.gguf", shape.layered, Mix(name, name, name), f"tiny {name}")
 
 
 @pytest.mark.parametrize(("name", "shape"), CASES)

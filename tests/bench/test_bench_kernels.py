@@ -580,7 +580,7 @@ def test_the_command_writes_the_file_of_a_shape_and_measures_it(
     fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CLLM_CACHE_DIR", str(tmp_path))
-    tiny = Shape(n_layers=2, n_embd=256, n_heads=4, n_kv_heads=2, head_dim=64, n_ff=256, n_vocab=320)
+    tiny = Shape(n_layers=2, n_embd=256, n_heads=4, n_kv_heads=2, head_dim=64, n_ff=256, n_vocab=320).layered
     monkeypatch.setitem(SHAPES, "tiny", tiny)
     file = tmp_path / "k.json"
     result = invoke("--shape", "tiny", "--type", "q5_k_m", "--quick", "--against", "all", "--json", str(file))

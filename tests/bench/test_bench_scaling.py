@@ -32,7 +32,7 @@ native = pytest.importorskip("cllm._native", reason="the extension is not built"
 from cllm_bench.workloads import scaling  # noqa: E402
 from cllm_bench.workloads.scaling import Scaling  # noqa: E402
 
-TINY = Shape(n_layers=2, n_embd=64, n_heads=4, n_kv_heads=2, head_dim=16, n_ff=128, n_vocab=320)
+TINY = Shape(n_layers=2, n_embd=64, n_heads=4, n_kv_heads=2, head_dim=16, n_ff=128, n_vocab=320).layered
 SETUP = Setup(model="tiny", encode=str.encode, threads=1, repeats=2)
 
 
@@ -59,11 +59,19 @@ def test_other_thread_counts_are_refused_by_name(text: str) -> None:
 # --- shapes ---
 
 
-@pytest.mark.parametrize(("name", "billions"), [("135M", 0.134), ("1B", 1.236), ("3B", 3.213), ("8B", 7.505)])
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        *(("135M", 0.134), ("1B", 1.236), ("3B", 3.213), ("8B", 7.505)),
+        *(("gemma3-4B", 3.880), ("gemma4-E4B", 7.462), ("qwen3.5-0.8B", 0.752), ("qwen3.5-2B", 1.881)),
+        *(("qwen3.5-4B", 4.205), ("lfm2-1.2B", 1.170), ("granite4-h-1B", 1.460)),
+    ],
+)
 def test_the_shapes_are_those_of_the_models(name: str, billions: float) -> None:
     """Without a head of its own, which the real 8B has."""
     shape = SHAPES[name]
-    layers = shape.n_layers * sum(rows * columns for rows, columns in shape.matrices.values())
+    sizes = [sizes for each in (*shape.layers, shape.outer) for sizes in each.values()]
+    layers = sum(rows * columns for rows, columns in sizes)
     assert (layers + shape.n_vocab * shape.n_embd) / 1e9 == pytest.approx(billions, abs=0.001)
 
 
@@ -142,7 +150,7 @@ def test_shapes_by_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyP
     shapes = ("--shape", "tiny", "--shape", "tiny", "--type", "q5_1")
     result = invoke("--threads", "1,2", *shapes, "--quick", "--only", "prefill", "--json", str(file))
     assert result.exit_code == 0, result.output
-    assert "random-tiny-q5_1-1" in result.output and "mean nothing" in result.output
+    assert "random-tiny-q5_1-2" in result.output and "mean nothing" in result.output
     content = json.loads(file.read_text())
     assert len(content["workloads"]) == 2 and content["settings"]["shapes"] == ["tiny", "tiny"]
     runs = {run["side"]: run for run in content["workloads"][0]["runs"] if run["metrics"]}

@@ -12,14 +12,17 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from cllm.models.gguf import GGUFModel
+from cllm.text.tokenizer import load_tokenizer
 from cllm_bench import random_model
 from cllm_bench.errors import BenchError
 from cllm_bench.kernels import shapes
+from cllm_bench.kernels.layered import gemma3, gemma4, granite_hybrid, lfm2, qwen35
 from cllm_bench.kernels.shapes import MIXES, SHAPES, Mix, Shape, matrices, weight_bytes
 from cllm_bench.random_blocks import BLOCK_TYPES, fitting
 from cllm_bench.random_model import random_file, write
+from cllm_bench.random_vocabulary import SILENT
 
-TINY = Shape(n_layers=8, n_embd=256, n_heads=4, n_kv_heads=2, head_dim=64, n_ff=512, n_vocab=333)
+TINY = Shape(n_layers=8, n_embd=256, n_heads=4, n_kv_heads=2, head_dim=64, n_ff=512, n_vocab=333).layered
 
 
 @pytest.fixture
@@ -71,10 +74,10 @@ def test_files_are_always_the_same_so_that_old_ones_can_be_used_again(tmp_path: 
     """A change of the bytes needs another number in the files' names."""
     files = [write(tmp_path / f"{mix}.gguf", TINY, MIXES[mix], "x") for mix in ("q4_k_m", "q8_0")]
     digests = [sha256(file.read_bytes()).hexdigest() for file in files]
-    assert random_model._MADE == 1
+    assert random_model._MADE == 2
     assert digests == [
-        "2ffc249dc043f8a523441dbce1e601068a64dd410cace0c8ec0a053517d65ebf",
-        "574c3b9249e31a0e3eb7d48a87d3d9a1b8335d05604f16cc0f5246f9d14ab62d",
+        "12c6758112a0d9af8bea39f3ab6745cd7926c13ed9ff00aa595cf228fdb8fd5b",
+        "1582cfb1612b245e679b024b59d470153ad1c7067956bfc603bd9b11ed556dfc",
     ]
 
 
@@ -85,7 +88,7 @@ def test_matrices_are_written_piece_by_piece(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_a_killed_writer_left_is_written_over(cache: Path) -> None:
     cache.mkdir(parents=True, exist_ok=True)
-    (cache / "random-tiny-q4_0-1.part").write_bytes(b"half")
+    (cache / "random-tiny-q4_0-2.part").write_bytes(b"half")
     assert list(cache.iterdir()) != [random_file("tiny", "q4_0")] == list(cache.iterdir())
 
 
@@ -118,7 +121,63 @@ def test_activations_keep_their_size_through_many_layers(tmp_path: Path) -> None
     pytest.importorskip("cllm._native", reason="the extension is not built")
     from step_kit import Rig, random_tokens
 
-    deep = Shape(n_layers=40, n_embd=256, n_heads=4, n_kv_heads=2, head_dim=64, n_ff=512, n_vocab=333)
+    deep = Shape(n_layers=40, n_embd=256, n_heads=4, n_kv_heads=2, head_dim=64, n_ff=512, n_vocab=999).layered
     rig = Rig(write(tmp_path / "deep.gguf", deep, Mix("q4_k", "q6_k", "q6_k"), "deep"))
-    logits = rig.all_logits(random_tokens(333, 20), rig.table(20))
-    assert 0.5 < logits.std() < 2
+    logits = rig.all_logits(random_tokens(999, 20), rig.table(20))
+    assert 0.5 < logits[:, SILENT:].std() < 2
+
+
+LAYERED_TINY = {
+    "gemma3": gemma3(n_layers=7, n_embd=256, n_heads=2, n_kv_heads=1, n_ff=512, window=32, n_vocab=900),
+    "gemma4": gemma4(
+        n_layers=12,
+        n_embd=256,
+        n_heads=2,
+        n_kv_heads=1,
+        n_ff=512,
+        window=32,
+        shared=6,
+        per_layer=256,
+        n_vocab=900,
+    ),
+    "qwen35": qwen35(
+        n_layers=4, n_embd=256, n_heads=2, n_kv_heads=1, n_ff=512, key_heads=2, value_heads=4, n_vocab=900
+    ),
+    "lfm2": lfm2(n_embd=256, n_heads=4, n_kv_heads=2, n_ff=512, attends=[False, True, False], n_vocab=900),
+    "granitehybrid": granite_hybrid(
+        n_embd=256, n_heads=4, n_kv_heads=2, n_ff=512, attends=[False, True, False], ssm_heads=8, n_vocab=900
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERED_TINY)
+def test_llama_cpp_loads_files_of_every_architecture_and_answers_with_words(name: str, tmp_path: Path) -> None:
+    """It refuses a file that lacks a tensor, has one too many or one of another size."""
+    llama = pytest.importorskip("cllm_bench.quality.llama", reason="xllamacpp is not installed")
+    file = write(tmp_path / f"{name}.gguf", LAYERED_TINY[name], MIXES["q4_k_m"], name)
+    with llama.LlamaReference(file, context=256, threads=1) as engine:
+        logits = engine.logits(list(range(SILENT, SILENT + 60)))
+    assert np.isfinite(logits).all() and logits.std() > 0.1
+    assert (logits[:, :SILENT] == 0).all() and (logits.argmax(axis=1) >= SILENT).all()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4"])
+def test_our_engine_loads_them_and_agrees(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("cllm._native", reason="the extension is not built")
+    llama = pytest.importorskip("cllm_bench.quality.llama", reason="xllamacpp is not installed")
+    from step_kit import Rig
+
+    file = write(tmp_path / f"{name}.gguf", LAYERED_TINY[name], MIXES["q4_k_m"], name)
+    tokens = list(range(SILENT, SILENT + 60))
+    rig = Rig(file)
+    ours = rig.all_logits(tokens, rig.table(len(tokens)))
+    with llama.LlamaReference(file, context=256, threads=1) as engine:
+        theirs = engine.logits(tokens)
+    assert np.corrcoef(ours[-1], theirs[-1])[0, 1] > 0.95
+
+
+def test_what_a_file_with_random_weights_answers_is_the_same_tokens_when_it_is_read_again(tmp_path: Path) -> None:
+    file = write(tmp_path / "x.gguf", LAYERED_TINY["gemma3"], MIXES["q4_k_m"], "x")
+    tokenizer = load_tokenizer(GGUFModel.open(file))
+    answer = list(range(SILENT, 900, 7))
+    assert tokenizer.encode(tokenizer.decode(answer)) == answer

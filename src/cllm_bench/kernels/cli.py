@@ -11,11 +11,12 @@ from typing import Annotated
 import typer
 
 from cllm.machine import default_threads, read_cpus
+from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
 from cllm.observe.json_option import JsonOption, only_json
 from cllm_bench.errors import BenchError
 from cllm_bench.kernels.shapes import DEFAULT_MIX, MIXES, SHAPES, pick
-from cllm_bench.kernels.works import ANY_MODEL, SECTIONS, SMOLLM2, SOME, parse_threads
+from cllm_bench.kernels.works import SECTIONS, SMOLLM2, SOME, parse_threads, plan_for
 from cllm_bench.machine import describe_machine
 from cllm_bench.options import InstructionSet, Quick, check_instruction_sets
 from cllm_bench.pages.extras import check_extra
@@ -83,14 +84,16 @@ def kernels(
     """The engine without a server, compared with other engines and with the machine's limits.
 
     The default model gets every figure; any other model, or random weights of a real shape, the main ones against
-    llama.cpp on the same file. Several numbers of --threads: cLLM alone, with each of them.
+    llama.cpp on the same file, far into a text too if its layers have windows or states. Several numbers of --threads:
+    cLLM alone, with each of them.
     """
     counts = parse_threads(threads) if threads is not None else [default_threads(read_cpus()).count]
     shapes = shape or []
     _check(only or (), against, model, counts, shapes, type, profile=profile)
     check_instruction_sets([instruction_set])
     check_extra("scipy", "cllm bench")
-    chosen = SMOLLM2 if not shapes and model in (None, DEFAULT_MODEL) else ANY_MODEL
+    files = [_random_file(name, type) for name in shapes] or [resolve(model or DEFAULT_MODEL)]
+    chosen = SMOLLM2 if not shapes and model in (None, DEFAULT_MODEL) else plan_for(GGUFModel.open(files[0]))
     plan = chosen.including(only or ())
     setup = Setup(
         model=model or DEFAULT_MODEL,
@@ -101,13 +104,11 @@ def kernels(
     workloads: list[Workload]
     if len(counts) > 1:
         works = choose_works(only or ())
-        files = [_random_file(name, type) for name in shapes] or [resolve(setup.model)]
         workloads = [Scaling(file, works, counts, instruction_set) for file in files]
     else:
-        file = _random_file(shapes[0], type) if shapes else resolve(setup.model)
         sections = frozenset(only or plan.sections)
         peers = (against or ("none" if quick else "all")) == "all"
-        workloads = [Kernels(plan, file, instruction_set, beside_peers=peers, sections=sections, profile=profile)]
+        workloads = [Kernels(plan, files[0], instruction_set, beside_peers=peers, sections=sections, profile=profile)]
     settings = {
         "model": None if shapes else setup.model,
         "shapes": shapes or None,

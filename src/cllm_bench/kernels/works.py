@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cllm_bench.errors import BenchError
+
+if TYPE_CHECKING:
+    from cllm.models.gguf import GGUFModel
 
 MOST_THREADS = 1024
 QUICK_CONTEXT = 64
@@ -54,6 +57,9 @@ ONE_BRIEF = replace(ONE_SHORT, steps=32)
 FEW_SHORT = Work("decode-8x16", "decode, 8 streams, context 16", streams=8, context=16, steps=16)
 ROWS = Work("rows-8", "decode, 8 tokens of 1 stream a step, context 16", streams=1, context=16, steps=16, rows=8)
 PREFILL_ONCE = replace(PREFILL, rounds=1)
+
+# For models whose layers differ.
+ONE_FAR = Work("decode-8000", "decode, 1 stream, context 8,000", streams=1, context=8000, steps=24)
 
 # By number of threads; see workloads/scaling.py.
 SOME = Work("decode-8x512", "decode, 8 streams, context 512", streams=8, context=512, steps=32)
@@ -163,7 +169,41 @@ ANY_MODEL = Plan(
 )
 """Other models, which may be large: little work, on the same file. 1B takes about two minutes on two cores."""
 
-_WORKS = {work.key: work for work in (*ANY_MODEL.works, *SMOLLM2.works)}
+WINDOWS = Plan(
+    works=(ONE_BRIEF, FEW_SHORT, ROWS, PREFILL_ONCE, ONE_FAR),
+    comparisons=(
+        Comparison(ONE_BRIEF, SAME_USUAL, 1.1),
+        Comparison(FEW_SHORT, SAME_USUAL, 3.0),
+        Comparison(ROWS, SAME_USUAL),
+        Comparison(PREFILL_ONCE, SAME, 2.5),
+        Comparison(ONE_FAR, SAME, 2.0),
+    ),
+    stream_share=0.9,
+    repeats=3,
+)
+"""Models with layers that look back over a window alone."""
+
+STATES = replace(
+    WINDOWS,
+    comparisons=(
+        Comparison(ONE_BRIEF, SAME_USUAL, 1.1),
+        Comparison(FEW_SHORT, SAME_USUAL, 2.5),
+        Comparison(ROWS, SAME_USUAL),
+        Comparison(PREFILL_ONCE, SAME, 2.5),
+        Comparison(ONE_FAR, SAME),
+    ),
+)
+"""Models with layers that carry a state."""
+
+
+def plan_for(model: GGUFModel) -> Plan:
+    """What is measured of any model but the default one."""
+    if any(model.keys.any(suffix) for suffix in ("ssm.state_size", "shortconv.l_cache")):
+        return STATES
+    return WINDOWS if model.keys.any("attention.sliding_window") else ANY_MODEL
+
+
+_WORKS = {work.key: work for work in (*WINDOWS.works, *SMOLLM2.works)}
 SECTIONS = (*_WORKS, FIRST_TOKEN, MEMORY)
 
 FIRST_TOKEN_S = 1.5
