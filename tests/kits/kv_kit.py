@@ -12,7 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cllm.backends.base import Chunk
 from cllm.backends.fake import FakeBackend
-from cllm.kv.eviction import SegmentedLRU
 from cllm.kv.manager import KVManager
 from cllm.kv.ops import BlockGeometry, BlockOps, SlotGeometry, SlotOps
 from cllm.kv.paged.block_table import allocation_of
@@ -124,7 +123,7 @@ def held_tokens(backend: FakeBackend, sequence: KVSequence) -> list[int]:
 def state_of(kv: KVManager) -> Any:
     """Everything that a call which fails must leave as it is: numbers, tables, trees, and the orders of eviction."""
     if isinstance(kv, PagedKVManager):
-        order = [bytes(node.key) for node in _in_order(kv.arena.prefixes.policy)]
+        order = [bytes(node.key) for node in kv.arena.prefixes.policy]
         pool = (bytes(kv.arena.pool.free_map), dict(kv.arena.pool._shared), list(kv.arena.pool.holders))
         tables = [
             (list(s.tokens), s.num_computed, list(s.blocks), allocation_of(s).indexed)
@@ -134,19 +133,13 @@ def state_of(kv: KVManager) -> Any:
         return kv.usage()._replace(extents_ready=0, extents_fresh=0), order, pool, tables, tree
     assert isinstance(kv, SlotKVManager)
     slots = [entry and (entry.number, entry.length, entry.hits) for entry in kv.places.slots]
-    store = [(entry.number, entry.length, entry.hits) for entry in _in_order(kv.places.store._order)]
+    store = [(entry.number, entry.length, entry.hits) for entry in kv.places.store]
     return (
         kv.usage(),
         slots,
         store,
         _shape(kv.places.index._tree.root, lambda node: {entry.number for entry in node.value}),
     )
-
-
-def _in_order(policy: Any) -> list[Any]:
-    if isinstance(policy, SegmentedLRU):
-        return [*_in_order(policy._probation), *_in_order(policy._protected)]
-    return list(policy._items)
 
 
 def _shape(node: Any, look: Any) -> Any:
@@ -254,6 +247,14 @@ class ManagerMachine(RuleBasedStateMachine):
             assert len(self.live) + usage.sequences_held - usage.pins <= self.kv.room._max_sequences
         if not self.live:
             assert usage.referenced == 0
+
+    @invariant()
+    def what_others_go_on_from_is_evicted_after_them(self) -> None:
+        if isinstance(self.kv, PagedKVManager):
+            gone: set[int] = set()
+            for node in self.kv.arena.prefixes.policy:
+                assert all(child.number in gone for child in node.children.values())
+                gone.add(node.number)
 
     @invariant()
     def memory_spells_the_tokens(self) -> None:

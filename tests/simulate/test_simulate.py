@@ -322,7 +322,7 @@ def test_every_setting_can_be_written() -> None:
         ("blocks=2.5", "whole number"),
         ("threshold=2", "threshold=2: it must be a number from 0.01 to 1"),
         ("timeout=nan", "timeout=nan"),
-        ("eviction=random", "it must be one of lru, slru"),
+        ("eviction=random", "it must be one of worth, lru, slru"),
     ],
 )
 def test_wrong_settings_are_named(text: str, reason: str) -> None:

@@ -90,8 +90,10 @@ class SchedulerConfig(Section):
     kv_cache_eviction_threshold: float = setting(
         0.8, "share of the cache in use above which held sequences are evicted (llama_cpp: of the store)", gt=0, le=1
     )
-    eviction_policy: Literal["lru", "slru"] = setting(
-        "lru", "eviction order: lru, or slru, which protects prefixes that were reused"
+    eviction_policy: Literal["worth", "lru", "slru"] = setting(
+        "lru",
+        "what is evicted first: worth: what saves the least computing per byte, with age; lru: what was not used for "
+        "the longest time; slru: the same, but what was never reused first",
     )
     inter_token_target_ms: float = setting(
         100.0,

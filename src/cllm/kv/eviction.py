@@ -1,29 +1,51 @@
-"""Eviction policies: which unused item goes first. Every operation is O(1).
+"""Eviction policies: which unused item goes first.
 
 The owner adds an item when its last user leaves, deeper tree nodes before shallower ones. Using a node uses its
-ancestors too, so an ancestor is never older than its descendants, and the next victim is always a leaf.
+ancestors too, so an ancestor is never older than its descendants; where worth counts, too, the owner says what it must
+not go before. So the next victim is always a leaf.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from itertools import chain
+from heapq import heapify, heappop, heappush
+from itertools import chain, count
+from math import inf
 from time import monotonic
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 T = TypeVar("T")
 
+TWICE_AT = 16_384
+"""At about this position computing a token costs twice as much as at the beginning, because it attends to more."""
+
+
+def computing(begin: int, end: int) -> float:
+    """What it costs to compute the tokens from `begin` to `end`; one at the beginning costs 1."""
+    return (end - begin) * (1 + (begin + end) / (2 * TWICE_AT))
+
 
 class EvictionPolicy(Protocol[T]):
-    def add(self, item: T, hits: int) -> None:
-        """`item` is no longer in use; it has been found in the cache `hits` times."""
+    def add(self, item: T, hits: int, worth: float = 0.0, after: float = 0.0) -> float:
+        """`item` is no longer in use; it has been found in the cache `hits` times. `worth`: the computing that each of
+        its bytes saves when it is used again. It goes no sooner than what has the rank `after`. Returns its rank: the
+        lowest goes first, also between policies that were made together."""
+
+    def revalue(self, item: T, worth: float, most: float = inf) -> None:
+        """Its worth has changed, its age has not. Its rank becomes `most` at most."""
 
     def remove(self, item: T) -> None:
         """`item` is in use again, or gone."""
 
     def peek(self) -> T:
         """The item to evict next. The policy must not be empty."""
+
+    def age(self) -> None:
+        """The next item is being evicted, wholly or in part: what is used from now on goes after it."""
+
+    def rank(self) -> float:
+        """The rank of the item to evict next; infinite if there is none."""
 
     def oldest_at(self) -> float:
         """When the item to evict next was last used. The policy must not be empty."""
@@ -37,19 +59,29 @@ class EvictionPolicy(Protocol[T]):
 
 
 class LRU(Generic[T]):
-    """Least recently used first."""
+    """Least recently used first. Every operation is O(1)."""
 
     def __init__(self) -> None:
         self._items: OrderedDict[T, float] = OrderedDict()
 
-    def add(self, item: T, hits: int) -> None:
-        self._items[item] = monotonic()
+    def add(self, item: T, hits: int, worth: float = 0.0, after: float = 0.0) -> float:
+        self._items[item] = rank = monotonic()
+        return rank
+
+    def revalue(self, item: T, worth: float, most: float = inf) -> None:
+        """Only age counts."""
 
     def remove(self, item: T) -> None:
         del self._items[item]
 
     def peek(self) -> T:
         return next(iter(self._items))
+
+    def age(self) -> None:
+        """What is used from now on goes later anyway."""
+
+    def rank(self) -> float:
+        return next(iter(self._items.values()), inf)
 
     def oldest_at(self) -> float:
         return next(iter(self._items.values()))
@@ -74,14 +106,23 @@ class SegmentedLRU(Generic[T]):
         self._probation: LRU[T] = LRU()
         self._protected: LRU[T] = LRU()
 
-    def add(self, item: T, hits: int) -> None:
-        (self._protected if hits else self._probation).add(item, hits)
+    def add(self, item: T, hits: int, worth: float = 0.0, after: float = 0.0) -> float:
+        return (self._protected if hits else self._probation).add(item, hits)
+
+    def revalue(self, item: T, worth: float, most: float = inf) -> None:
+        """Only hits and age count."""
 
     def remove(self, item: T) -> None:
         (self._probation if item in self._probation else self._protected).remove(item)
 
     def peek(self) -> T:
         return (self._probation if self._probation else self._protected).peek()
+
+    def age(self) -> None:
+        """What is used from now on goes later in its class anyway."""
+
+    def rank(self) -> float:
+        return (self._probation if self._probation else self._protected).rank()
 
     def oldest_at(self) -> float:
         return (self._probation if self._probation else self._protected).oldest_at()
@@ -96,8 +137,99 @@ class SegmentedLRU(Generic[T]):
         return item in self._probation or item in self._protected
 
 
-POLICIES: dict[str, type[LRU[object]] | type[SegmentedLRU[object]]] = {"lru": LRU, "slru": SegmentedLRU}
+class _Ranked(NamedTuple):
+    rank: float
+    number: int
+    """Among equals, the one that came first goes first."""
+    since: float
+    """The clock when it was last used."""
+    used_at: float
 
 
-def make_policy(name: str) -> EvictionPolicy[T]:
-    return POLICIES[name]()  # type: ignore[return-value]
+class EvictionClock:
+    """Rises to the rank of whatever is evicted, so that what is not used again grows old, whatever it is worth."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.numbers = count()
+
+
+class Worth(Generic[T]):
+    """What saves the least computing per byte goes first, with age (GreedyDual): an item's rank is its worth above the
+    clock when it was last used. Items of equal worth go as with LRU. Operations are O(log n)."""
+
+    def __init__(self, clock: EvictionClock | None = None) -> None:
+        self._clock = clock or EvictionClock()
+        self._items: dict[T, _Ranked] = {}
+        self._heap: list[tuple[float, int, T]] = []
+        """May have items that are gone or were ranked anew, but never one that is not known at the top."""
+
+    def add(self, item: T, hits: int, worth: float = 0.0, after: float = 0.0) -> float:
+        since = self._clock.now
+        return self._push(item, max(since + worth, after), since, monotonic())
+
+    def revalue(self, item: T, worth: float, most: float = inf) -> None:
+        old = self._items[item]
+        rank = min(old.since + worth, most)
+        if rank != old.rank:
+            self._push(item, rank, old.since, old.used_at)
+            self._tidy()
+
+    def _push(self, item: T, rank: float, since: float, used_at: float) -> float:
+        number = next(self._clock.numbers)
+        self._items[item] = _Ranked(rank, number, since, used_at)
+        heappush(self._heap, (rank, number, item))
+        return rank
+
+    def remove(self, item: T) -> None:
+        del self._items[item]
+        self._tidy()
+
+    def _tidy(self) -> None:
+        heap, items = self._heap, self._items
+        if len(heap) > 2 * len(items) + 64:
+            heap[:] = [(ranked.rank, ranked.number, item) for item, ranked in items.items()]
+            heapify(heap)
+        while heap and not self._is_current(heap[0]):
+            heappop(heap)
+
+    def _is_current(self, entry: tuple[float, int, T]) -> bool:
+        ranked = self._items.get(entry[2])
+        return ranked is not None and ranked.number == entry[1]
+
+    def peek(self) -> T:
+        return self._heap[0][2]
+
+    def age(self) -> None:
+        self._clock.now = max(self._clock.now, self.rank())
+
+    def rank(self) -> float:
+        return self._heap[0][0] if self._heap else inf
+
+    def oldest_at(self) -> float:
+        return self._items[self.peek()].used_at
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[T]:
+        """Lazily, from a heap of places in the heap: the first few cost little, however many there are."""
+        heap = self._heap
+        front = [(heap[0][:2], 0)] if heap else []
+        while front:
+            _, place = heappop(front)
+            if self._is_current(heap[place]):
+                yield heap[place][2]
+            for below in range(2 * place + 1, min(2 * place + 3, len(heap))):
+                heappush(front, (heap[below][:2], below))
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._items
+
+
+POLICIES = ("worth", "lru", "slru")
+
+
+def make_policy(name: str, clock: EvictionClock | None = None) -> EvictionPolicy[T]:
+    """Policies that rank their items against each other have one clock."""
+    return LRU() if name == "lru" else SegmentedLRU() if name == "slru" else Worth(clock)

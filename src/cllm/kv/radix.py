@@ -43,6 +43,7 @@ class Node(Generic[V]):
         "number",
         "parent",
         "pins",
+        "rank",
         "references",
         "space",
         "value",
@@ -58,6 +59,8 @@ class Node(Generic[V]):
         self.hits = 0
         self.pins = 0
         """How many of the references are pins."""
+        self.rank = 0.0
+        """The highest rank that eviction has given to it or to what is below it."""
         self.number = 0
         """The owner's id for it."""
         self.names: list[bytes] = []
@@ -214,6 +217,7 @@ class RadixTree(Generic[V]):
         upper.references = node.references
         upper.hits = node.hits
         upper.pins = node.pins
+        upper.rank = node.rank
         units, marks = at // unit, node.marks
         upper.names, node.names = node.names[:units], node.names[units:]
         upper.marks = {place: mark for place, mark in marks.items() if place <= units}

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from cllm.kv.events import KVEvents
+from cllm.kv.eviction import EvictionClock, EvictionPolicy, make_policy
 from cllm.kv.groups import LocalBlock
 from cllm.kv.ops import BlockBytes, BlockGeometry, BlockOps, Move
 from cllm.kv.paged.block_table import BlockAllocation, allocation_of, own_blocks
 from cllm.kv.paged.extents import extent_blocks
 from cllm.kv.paged.holder_ids import HolderIds
-from cllm.kv.paged.local import LocalMemory, LocalShape, SnapshotCounts
+from cllm.kv.paged.local import LocalMemory, LocalShape, LocalSnapshot, SnapshotCounts
 from cllm.kv.paged.pool import BlockPool
 from cllm.kv.paged.prefix_cache import BlockHolders, PrefixCache
 from cllm.kv.radix import Node
@@ -61,13 +62,18 @@ class Arena:
         self.pool = BlockPool(self.geometry.blocks, self.extent_blocks, apart=self._apart)
         self.holders = HolderIds()
         shape, size = self._local_shape, self.geometry.block_size
-        self.local = None if shape is None else LocalMemory(shape, size, self.pool, self.holders, self.snapshots)
+        clock = EvictionClock()
+        policy: EvictionPolicy[LocalSnapshot] = make_policy("worth" if self._policy == "worth" else "lru", clock)
+        self.local = None
+        if shape is not None:
+            self.local = LocalMemory(shape, size, self.pool, self.holders, policy, self.snapshots)
         self.prefixes = PrefixCache(
             self.pool,
             self.holders,
             self.local,
             block_size=self.geometry.block_size,
             policy=self._policy,
+            clock=clock,
             events=self.events,
         )
         self.events.cleared()
@@ -122,17 +128,17 @@ class Arena:
         return -(-tokens // self.block_size)
 
     def evict(self, count: int) -> int:
-        """Free at least `count` evictable blocks, or all, least recently used first. Returns how many."""
+        """Free at least `count` evictable blocks, or all, in the order of eviction. Returns how many."""
         if self.local is None:
             return self.prefixes.evict(count)
         before, cached, snapshots = self.pool.free, self.prefixes.policy, self.local.policy
         while (missing := count - (self.pool.free - before)) > 0:
-            older = len(snapshots) and not (len(cached) and cached.oldest_at() < snapshots.oldest_at())
-            if older and self.local.evict():
-                continue
-            if len(cached):
+            first = cached.rank() > snapshots.rank() or not len(cached)
+            if first and (node := self.local.evict()) is not None:
+                self.prefixes.lost_snapshot(node)
+            elif len(cached):
                 self.prefixes.evict(min(missing, len(cached.peek().value)))
-            elif not self.local.evict():
+            else:
                 break
         return self.pool.free - before
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from cllm.kv.eviction import LRU
+from cllm.kv.eviction import EvictionPolicy, computing
 from cllm.kv.groups import LocalBlock, LocalTable
 from cllm.kv.ops import BlockGeometry
 from cllm.kv.paged.block_table import BlockNode
@@ -58,12 +58,14 @@ class SnapshotCounts:
 
 
 class LocalSnapshot:
-    __slots__ = ("blocks", "node", "pins")
+    __slots__ = ("blocks", "end", "hits", "node", "pins")
 
-    def __init__(self, node: BlockNode, blocks: Sequence[LocalBlock]) -> None:
+    def __init__(self, node: BlockNode, blocks: Sequence[LocalBlock], end: int) -> None:
         self.node = node
         self.blocks = blocks
-        self.pins = 0
+        self.end = end
+        """How many blocks are before it."""
+        self.hits = self.pins = 0
 
     @property
     def cells(self) -> int:
@@ -77,12 +79,13 @@ class LocalMemory:
         block_size: int,
         pool: BlockPool,
         holders: HolderIds,  # type: ignore[type-arg]
+        policy: EvictionPolicy[LocalSnapshot],
         counts: SnapshotCounts,
     ) -> None:
         self.shape = shape
         self._counts = counts
-        self.policy: LRU[LocalSnapshot] = LRU()
-        """All snapshots, the least recently used first."""
+        self.policy = policy
+        """All snapshots."""
         self.evictable = 0
         """Cells of blocks that are only kept."""
         self.all: dict[int, LocalBlock] = {}
@@ -141,6 +144,7 @@ class LocalMemory:
         for block in snapshot.blocks:
             self.use(block)
             table.append(block)
+        snapshot.hits += 1
         self.touch(snapshot)
         self._counts.used += 1
         return table
@@ -187,18 +191,35 @@ class LocalMemory:
         first = self.first_needed(end * self._block_size)
         if first < table.first or end > table.end:
             return
-        snapshot = LocalSnapshot(node, tuple(table.blocks[first - table.first : end - table.first]))
+        snapshot = LocalSnapshot(node, tuple(table.blocks[first - table.first : end - table.first]), end)
         for block in snapshot.blocks:
             block.kept += 1
         node.marks[unit] = snapshot
         self._counts.taken += 1
-        self.policy.add(snapshot, 0)
+        self.policy.add(snapshot, 0, self.worth(snapshot))
         self._thin(snapshot, to_pin)
 
     def touch(self, snapshot: LocalSnapshot) -> None:
         """It was used."""
         self.policy.remove(snapshot)
-        self.policy.add(snapshot, 0)
+        self.policy.add(snapshot, 0, self.worth(snapshot))
+
+    def worth(self, snapshot: LocalSnapshot) -> float:
+        """What would be computed again without it, from the one before it, for each cell that would be free: of blocks
+        that no other snapshot keeps, and, if nobody goes on from it, of the full layers behind the one before it."""
+        before, end = self._end_before(snapshot), snapshot.end
+        cells = sum(len(block.cells) for block in snapshot.blocks if block.kept == 1)
+        if not snapshot.node.children and all(mark.end <= end for mark in snapshot.node.marks.values()):
+            cells += end - before
+        return computing(before * self._block_size, end * self._block_size) / max(1, cells)
+
+    def _end_before(self, snapshot: LocalSnapshot) -> int:
+        """Where the snapshot before it on its path stands."""
+        for node in snapshot.node.path():
+            ends: list[int] = [mark.end for mark in node.marks.values() if mark.end < snapshot.end]
+            if ends:
+                return max(ends)
+        return 0
 
     def drop(self, snapshot: LocalSnapshot) -> None:
         marks = snapshot.node.marks
@@ -238,20 +259,27 @@ class LocalMemory:
         """Evictable cells that a sequence which enters there would use."""
         return 0 if snapshot is None else sum(len(block.cells) for block in snapshot.blocks if block.users == 0)
 
-    def evict(self) -> bool:
-        """Drop the least recently used snapshot, if possible one whose blocks nobody else keeps. False: there is none
-        with blocks that are only kept."""
-        shared: LocalSnapshot | None = None
-        for snapshot in self.policy:
-            unused = [block.kept for block in snapshot.blocks if block.users == 0]
-            if 1 in unused:
-                self.drop(snapshot)
-                return True
-            if unused and shared is None:
-                shared = snapshot
-        if shared is not None:
-            self.drop(shared)
-        return shared is not None
+    def evict(self) -> BlockNode | None:
+        """Drop the next snapshot, if possible one whose blocks nobody else keeps or uses; returns the node that had it.
+        None: there is none with blocks that are only kept."""
+        if not self.evictable:
+            return None
+        for _ in range(2 * len(self.policy)):
+            snapshot = self.policy.peek()
+            rank = self.policy.rank()
+            self.policy.revalue(snapshot, self.worth(snapshot))  # others near it may have gone since
+            if self.policy.rank() != rank:
+                continue
+            if any(block.users == 0 and block.kept == 1 for block in snapshot.blocks):
+                self.policy.age()
+                break
+            self.touch(snapshot)  # it is in use
+        else:
+            unused = next(block for block in self.all.values() if block.users == 0)
+            snapshot = next(each for each in self.policy if unused in each.blocks)
+        node = snapshot.node
+        self.drop(snapshot)
+        return node
 
     def _thin(self, newest: LocalSnapshot, to_pin: set[int]) -> None:
         """Keep a path's snapshots few: drop the one that is closest behind another, which costs the least to compute

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from cllm.kv.block_names import chain, root_name
 from cllm.kv.events import KVEvents
-from cllm.kv.eviction import EvictionPolicy, make_policy
+from cllm.kv.eviction import EvictionClock, EvictionPolicy, computing, make_policy
 from cllm.kv.groups import LocalBlock
 from cllm.kv.paged.block_table import BlockAllocation, BlockMatch, BlockNode, allocation_of
 from cllm.kv.paged.holder_ids import HolderIds
@@ -34,11 +34,12 @@ class PrefixCache:
         *,
         block_size: int,
         policy: str,
+        clock: EvictionClock,
         events: KVEvents,
     ) -> None:
         """`local`: with local layers, a prefix can be continued only where there is a snapshot of them."""
         self.tree: RadixTree[list[int]] = RadixTree(block_size, [], _split_blocks)
-        self.policy: EvictionPolicy[BlockNode] = make_policy(policy)
+        self.policy: EvictionPolicy[BlockNode] = make_policy(policy, clock)
         self.evictable = 0
         """Blocks that no running sequence or pin uses."""
         self.held = 0
@@ -134,15 +135,41 @@ class PrefixCache:
 
     def unlock(self, node: BlockNode, above: BlockNode | None = None) -> None:
         """Drop a reference to `node` and its ancestors, below `above` if that is given."""
-        # Deepest first: the eviction policy relies on it.
-        for part in node.path():
+        path, rank = list(node.path()), 0.0
+        end = sum(len(part.value) for part in path)
+        # Deepest first: the eviction policy relies on it, and no node has a lower rank than what is below it.
+        for part in path:
+            if part.children:
+                rank = max(rank, part.rank)
             if part is above:
+                part.rank = rank
                 break
             part.references -= 1
             if part.references == 0:
-                self.policy.add(part, part.hits)
+                rank = self.policy.add(part, part.hits, self._worth(part, end), after=rank)
                 self.evictable += len(part.value)
                 self.held += not part.children
+                part.rank = rank
+                self._sink(part)
+            part.rank = rank
+            end -= len(part.value)
+
+    def _worth(self, node: BlockNode, end: int) -> float:
+        """What the end of an edge behind `end` blocks saves. With local layers: what its last snapshot does."""
+        if self._local is not None:
+            return self._local.worth(node.marks[max(node.marks)]) if node.marks else 0.0
+        size = self.tree.unit_bytes // TOKEN_BYTES
+        return computing((end - 1) * size, end * size)
+
+    def _sink(self, node: BlockNode) -> None:
+        """What is behind the last snapshot of a leaf is of no use: it goes first."""
+        if self._local is not None and not node.children and len(node.value) not in node.marks:
+            self.policy.revalue(node, 0.0)
+
+    def lost_snapshot(self, node: BlockNode) -> None:
+        """One of the node's was evicted."""
+        if node in self.policy:
+            self._sink(node)
 
     # -- pins --------------------------------------------------------------------------------------------------
 
@@ -305,26 +332,42 @@ class PrefixCache:
     # -- eviction ----------------------------------------------------------------------------------------------
 
     def evict(self, count: int) -> int:
-        """Free at least `count` evictable blocks, or all, least recently used first, from the ends of edges."""
+        """Free at least `count` evictable blocks, or all, in the order of eviction, from the ends of edges."""
         freed = 0
         while freed < count and len(self.policy):
             node = self.policy.peek()
-            take = min(count - freed, len(node.value))
-            keep = len(node.value) - take
-            self._pool.release(node.value[keep:])
-            self._events.removed(node.names[keep:])
-            freed += take
-            if self._local is not None:
-                self._local.drop_behind(node, keep)
-            if keep:
-                del node.value[keep:], node.names[keep:]
-                del node.key[keep * self.tree.unit_bytes :]
-            else:
-                self.policy.remove(node)
-                above = self.tree.remove(node)
-                self._holders.release(node.number)
-                self.held -= 1 if above.children or above not in self.policy else 0
+            self.policy.age()
+            # With local layers what is behind the last snapshot goes first, and then what that was of use for.
+            reach = max((unit for unit in node.marks if unit < len(node.value)), default=0)
+            freed += self._shorten_leaf(node, max(len(node.value) - (count - freed), reach))
+        return freed
+
+    def evict_leaf(self) -> int:
+        """Free the blocks of the leaf to evict next; how many they were."""
+        node = self.policy.peek()
+        self.policy.age()
+        return self._shorten_leaf(node, 0)
+
+    def _shorten_leaf(self, node: BlockNode, keep: int) -> int:
+        freed = len(node.value) - keep
+        self._pool.release(node.value[keep:])
+        self._events.removed(node.names[keep:])
+        if self._local is not None:
+            self._local.drop_behind(node, keep)
         self.evictable -= freed
+        if not keep:
+            self.policy.remove(node)
+            above = self.tree.remove(node)
+            self._holders.release(node.number)
+            self.held -= 1 if above.children or above not in self.policy else 0
+            return freed
+        del node.value[keep:], node.names[keep:]
+        del node.key[keep * self.tree.unit_bytes :]
+        if self._local is not None:
+            if keep in node.marks:
+                self.policy.revalue(node, self._local.worth(node.marks[keep]), most=node.rank)
+            else:
+                self._sink(node)
         return freed
 
     def next_to_go(self, count: int) -> Iterator[tuple[list[bytes], list[int]]]:

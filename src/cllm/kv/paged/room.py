@@ -80,7 +80,7 @@ class Room:
     # -- evicting ----------------------------------------------------------------------------------------------
 
     def evict(self, count: int) -> None:
-        """Free at least `count` evictable blocks, or all, least recently used first."""
+        """Free at least `count` evictable blocks, or all, in the order of eviction."""
         self._evict(count, self._arena.evict)
 
     def _evict(self, count: int, evict: Callable[[int], int]) -> None:
@@ -95,4 +95,4 @@ class Room:
         """Evict the oldest until there are no more sequences than there may be: a sequence came, or left a prefix."""
         prefixes, most = self._arena.prefixes, self._max_sequences
         while most is not None and prefixes.held > max(0, most - len(self._arena.running)):
-            self._evict(len(prefixes.policy.peek().value), prefixes.evict)
+            self._evict(len(prefixes.policy.peek().value), lambda _: prefixes.evict_leaf())

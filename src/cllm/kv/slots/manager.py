@@ -275,7 +275,7 @@ class SlotKVManager(KVManager):
         if self._max_sequences is not None:
             occupied = sum(entry is not None for entry in places.slots)
             while len(places.store) and len(places.store) + occupied > self._max_sequences:
-                self.room.evict(places.store.oldest())
+                self.room.evict(places.store.next_to_go())
         due = self.resizer.quiet_at()
         if due is not None and due <= self._clock():
             self.resizer.give_back()

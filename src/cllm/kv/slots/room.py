@@ -104,7 +104,7 @@ class SlotRoom:
         started = self._clock()
         before = store.tokens
         while store.bytes + needed > limit and len(store):
-            self.evict(store.oldest())
+            self.evict(store.next_to_go())
         self._told(before - store.tokens, self._clock() - started)
 
     def evict(self, entry: CacheEntry) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cllm.kv.eviction import EvictionPolicy, make_policy
+from cllm.kv.eviction import EvictionPolicy, computing, make_policy
 from cllm.kv.ops import SavedKV
 from cllm.kv.slots.index import CacheEntry
 
@@ -22,14 +22,18 @@ class SequenceStore:
         """Hold `saved` for an entry that has left its slot."""
         entry.saved = saved
         entry.slot = None
-        self._order.add(entry, entry.hits)
+        self._queue(entry, saved)
         self.tokens += entry.length
         self.bytes += saved.nbytes
 
     def touch(self, entry: CacheEntry) -> None:
         """It was used just now."""
+        assert entry.saved is not None
         self._order.remove(entry)
-        self._order.add(entry, entry.hits)
+        self._queue(entry, entry.saved)
+
+    def _queue(self, entry: CacheEntry, saved: SavedKV) -> None:
+        self._order.add(entry, entry.hits, computing(0, entry.length) / max(1, saved.nbytes))
 
     def remove(self, entry: CacheEntry) -> None:
         assert entry.saved is not None
@@ -38,7 +42,9 @@ class SequenceStore:
         self.bytes -= entry.saved.nbytes
         entry.saved = None
 
-    def oldest(self) -> CacheEntry:
+    def next_to_go(self) -> CacheEntry:
+        """The one that is evicted now."""
+        self._order.age()
         return self._order.peek()
 
     def __len__(self) -> int:
