@@ -302,7 +302,7 @@ KV_LAYERS = [
 
 KV_PART_LAYERS = {
     "paged": [
-        {"extents", "holder_ids"},
+        {"extents", "holder_ids", "snapshot_places"},
         {"free_runs"},
         {"pool", "block_table"},
         {"local"},
@@ -311,7 +311,8 @@ KV_PART_LAYERS = {
         {"view", "checks", "compaction", "disk_offload"},
         {"upkeep", "resizing", "offload"},
         {"room"},
-        {"pins", "local_tables"},
+        {"pins", "state_tables"},
+        {"local_tables"},
         {"tables", "edits"},
         {"loads"},
         {"manager"},

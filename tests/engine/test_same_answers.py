@@ -9,13 +9,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 
-from same_answers import SameAnswers, SameAnswersOfLocalLayers
+from same_answers import SameAnswers, SameAnswersOfLocalLayers, SameAnswersOfStates
 from thorough import sampled
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
-for _machine in (SameAnswers, SameAnswersOfLocalLayers):
+for _machine in (SameAnswers, SameAnswersOfLocalLayers, SameAnswersOfStates):
     _machine.TestCase.settings = settings(max_examples=sampled(30), stateful_step_count=25, deadline=None)
 TestSameAnswers = SameAnswers.TestCase
 TestSameAnswersOfLocalLayers = SameAnswersOfLocalLayers.TestCase
+TestSameAnswersOfStates = SameAnswersOfStates.TestCase

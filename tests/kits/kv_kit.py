@@ -31,13 +31,15 @@ def paged(
     block_size: int = 4,
     window: int = 0,
     ahead: int = 16,
+    states: int = 0,
     kind: type[FakeBackend] = FakeBackend,
     **options: Any,
 ) -> tuple[FakeBackend, PagedKVManager]:
-    """`window`: of two layers beside the full one; `ahead`: tokens for which they take blocks beforehand."""
-    backend = kind(window=window)
-    if window:
-        options["local"] = LocalShape(window, cells=2, ahead=ahead)
+    """`window`: of two layers beside the full one; `ahead`: tokens for which they take blocks beforehand; `states`:
+    cells of a state."""
+    backend = kind(window=window, states=states)
+    if window or states:
+        options["local"] = LocalShape(window, cells=2 if window else 0, ahead=ahead, state=states)
     geometry = BlockGeometry(blocks, block_size)
     backend.allocate(geometry)
     assert isinstance(backend.ops, BlockOps)
@@ -106,13 +108,18 @@ def on_demand(
 
 def compute(backend: FakeBackend, kv: KVManager, sequence: KVSequence, count: int) -> np.ndarray:
     """What the scheduler does with one sequence in one step."""
-    start = sequence.num_computed
-    tokens = sequence.tokens[start : start + count]
-    logits = rows_of(backend, [Chunk(tokens, start, True, sequence.slot, sequence.blocks, local=sequence.local)])
+    logits = rows_of(backend, [chunk_of(sequence, count)])
     sequence.num_computed += count
     kv.verify(sequence)
     kv.commit(sequence)
     return logits[0]
+
+
+def chunk_of(sequence: KVSequence, count: int) -> Chunk:
+    start = sequence.num_computed
+    tokens = sequence.tokens[start : start + count]
+    where = {"blocks": sequence.blocks, "local": sequence.local, "state": sequence.state}
+    return Chunk(tokens, start, True, sequence.slot, **where)
 
 
 def held_tokens(backend: FakeBackend, sequence: KVSequence) -> list[int]:
@@ -181,6 +188,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if sequence.num_computed == len(sequence.tokens):
             sequence.tokens.append(token)
         count = data.draw(st.integers(1, len(sequence.tokens) - sequence.num_computed))
+        count = sequence.until_stop(count, self.kv.unit_tokens)
         self.kv.arrange()
         before = state_of(self.kv)
         if not self.kv.grow(sequence, count):
@@ -196,9 +204,7 @@ class ManagerMachine(RuleBasedStateMachine):
         sequence = data.draw(st.sampled_from(self.live))
         remaining = len(sequence.tokens) - sequence.num_computed
         if remaining and self.kv.grow(sequence, remaining):
-            start = sequence.num_computed
-            chunk = Chunk(sequence.tokens[start:], start, True, sequence.slot, sequence.blocks, local=sequence.local)
-            rows_of(self.backend, [chunk])
+            rows_of(self.backend, [chunk_of(sequence, remaining)])
             self.kv.rewind(sequence)
 
     @precondition(lambda self: self.live)

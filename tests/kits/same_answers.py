@@ -155,6 +155,20 @@ class SameAnswersOfLocalLayers(SameAnswers):
         self.begin([in_slots(), in_blocks(plain, blocks, shape), in_blocks(ahead, blocks, shape)])
 
 
+class SameAnswersOfStates(SameAnswers):
+    """A layer carries a state, and on one machine two others attend to the last tokens only."""
+
+    windows = False
+
+    @initialize(blocks=st.sampled_from([60, 100, 300]), window=st.sampled_from([3, 8, 17]), states=st.integers(1, 4))
+    def start(self, blocks: int, window: int, states: int) -> None:  # type: ignore[override]
+        plain = FakeBackend(context_length=CONTEXT, states=states)
+        both = FakeBackend(context_length=CONTEXT, states=states, window=window)
+        shape = LocalShape(state=states)
+        wider = LocalShape(window, cells=2, ahead=12, state=states)
+        self.begin([in_slots(), in_blocks(plain, blocks, shape), in_blocks(both, blocks, wider)])
+
+
 def _takes_time(rig: Rig) -> Any:
     """Of which upkeep has its share."""
 

@@ -122,9 +122,43 @@ class WorthStoreMachine(ManagerMachine):
         return slots(eviction_threshold=0.8, eviction_policy="worth")
 
 
+class StateMachine(LocalMachine):
+    """A layer carries a state of three cells."""
+
+    def build(self) -> tuple[FakeBackend, KVManager]:
+        return paged(blocks=60, states=3, eviction_threshold=0.8, max_sequences=6)
+
+    @invariant()
+    def no_more_is_held_than_the_window_and_what_is_ahead(self) -> None:
+        for sequence in self.live:
+            assert sequence.state is not None and sequence.local is None
+            assert len({block.number for block in sequence.state.blocks}) <= 3
+
+    @invariant()
+    def the_state_at_the_end_of_the_last_block_is_known(self) -> None:
+        """So that a sequence that is preempted loses no more than a block."""
+        for sequence in self.live:
+            assert sequence.state is not None
+            whole = sequence.num_computed - sequence.num_computed % self.kv.unit_tokens
+            assert whole in (0, sequence.state.computed, sequence.state.last_computed)
+
+
+class LocalStateMachine(StateMachine):
+    """Layers with a window, and one that carries a state."""
+
+    def build(self) -> tuple[FakeBackend, KVManager]:
+        return paged(blocks=80, window=5, states=2, eviction_threshold=0.8, max_sequences=6)
+
+    @invariant()
+    def no_more_is_held_than_the_window_and_what_is_ahead(self) -> None:
+        for sequence in self.live:
+            assert sequence.state is not None and sequence.local is not None
+            assert len({block.number for block in sequence.state.blocks}) <= 3
+
+
 _profile = settings(max_examples=sampled(50), stateful_step_count=40, deadline=None)
 _MACHINES = (ManagerMachine, SlotMachine, OnDemandMachine, TinyStoreMachine, SegmentedMachine, WorthMachine)
-for _machine in (*_MACHINES, LocalMachine, LocalWorthMachine, WorthStoreMachine):
+for _machine in (*_MACHINES, LocalMachine, LocalWorthMachine, WorthStoreMachine, StateMachine, LocalStateMachine):
     _machine.TestCase.settings = _profile
 TestPaged = ManagerMachine.TestCase
 TestSlots = SlotMachine.TestCase
@@ -135,6 +169,8 @@ TestWorth = WorthMachine.TestCase
 TestLocal = LocalMachine.TestCase
 TestLocalWorth = LocalWorthMachine.TestCase
 TestWorthStore = WorthStoreMachine.TestCase
+TestStates = StateMachine.TestCase
+TestLocalStates = LocalStateMachine.TestCase
 
 
 def test_paged_shares_blocks_and_computes_a_prompt_once() -> None:

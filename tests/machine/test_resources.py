@@ -14,7 +14,8 @@ import pytest
 from cllm.backends.base import Chunk
 from cllm.config.schema import ResourcesConfig
 from cllm.errors import BackendError, ConfigError, ModelError
-from cllm.kv.groups import KVGroup, KVLayout
+from cllm.kv.groups import KVGroup, KVLayout, StateGroup
+from cllm.kv.ops import BlockGeometry
 from cllm.kv.paged.local import LocalShape, tokens_within
 from cllm.kv.sizing import MIB, plan_blocks
 from cllm.loading import open_model
@@ -62,11 +63,25 @@ def test_a_window_takes_no_more_than_the_context(context: int) -> None:
     needed = local_bytes(shape, layout, context)
     assert needed == min(most, -(-context // 16)) * 3 * 16_000
     least = needed + min(needed, context * 1000)
-    check_local_room(least, needed, context * 1000)
-    with pytest.raises(ConfigError, match="sliding window alone take"):
-        check_local_room(least - 1, needed, context * 1000)
+    check_local_room(least, needed, 0, context * 1000)
+    with pytest.raises(
+        ConfigError, match=r"those with a sliding window .*, or lower scheduler.max_step"
+    ):
+        check_local_room(least - 1, needed, 0, context * 1000)
     geometry = plan_blocks(budget_bytes=least + 16_000, bytes_per_token=1000, block_size=16)
     assert tokens_within(geometry, shape) >= min(context, needed // 1000)
+
+
+def test_states_of_a_sequence_must_fit_beside_its_blocks() -> None:
+    states = StateGroup((1,), (), cells=5)
+    layout = KVLayout(16, 16_000, (KVGroup((0,), 0, 1),), states)
+    shape = LocalShape(state=5)
+    assert local_bytes(shape, layout, 100) == local_bytes(shape, layout, 100_000) == 3 * 5 * 16_000
+    check_local_room(2 * 15 * 16_000, 0, 15 * 16_000, 1000 * 1000)
+    with pytest.raises(ConfigError, match=r"those that carry a state .* raise resources.kv_cache_max_memory_mb$"):
+        check_local_room(2 * 15 * 16_000 - 1, 0, 15 * 16_000, 1000 * 1000)
+    assert tokens_within(BlockGeometry(20, 16), shape) == 5 * 16
+    assert tokens_within(BlockGeometry(14, 16), shape) == 0
 
 
 # --- the K/V budget ---

@@ -30,7 +30,7 @@ from cllm.backends.base import (
 from cllm.backends.scoring import pool_rows, score_rows
 from cllm.errors import BackendError, StepAbortedError
 from cllm.kv.ops import BlockGeometry, BlockOps, Geometry, Move, SavedKV, SlotGeometry, SlotOps
-from cllm.models.spec import AttentionSpec, LayerSpec, ModelSpec
+from cllm.models.spec import AttentionSpec, LayerSpec, ModelSpec, ShortConvSpec
 
 CONTEXT = 4096
 """Without a longer one being asked for."""
@@ -38,6 +38,10 @@ _POSITIONS = 1 << 16
 END_TOKEN = 257
 _LOCAL = 1_000_000
 """What a local layer adds to tokens, once for each."""
+_STATE_PART = 32
+"""Values of a part of a state: it takes as much as a block of 16 tokens."""
+_STEP = 0x9E3779B97F4A7C15
+"""A state is the hash of all tokens in their order: with each it is multiplied by this."""
 _PRINTABLE = [*range(97, 123), 32]
 
 
@@ -63,11 +67,15 @@ class FakeBackend(Backend):
         layout: Layout = "blocks",
         window: int = 0,
         local_layers: int = 2,
+        states: int = 0,
     ) -> None:
         """It imitates either layout: the memory that it is given decides, `layout` says which to give it. `window`: it
-        has so many layers that attend to the last `window` tokens, and keeps a block of each in a cell."""
+        has so many layers that attend to the last `window` tokens, and keeps a block of each in a cell. `states`: it
+        carries a state of about so many blocks' bytes."""
         self.traits = replace(self.traits, layout=layout)
         local = (LayerSpec(AttentionSpec(1, 1, 2, 2, window=window)),) * (local_layers if window else 0)
+        if states:
+            local += (LayerSpec(None, recurrence=ShortConvSpec(_STATE_PART, states + 1)),)
         self.spec = ModelSpec("fake", 8, vocab_size, context_length, (LayerSpec(AttentionSpec(1, 1, 2, 2)), *local))
         self.faults = InjectedFaults()
         self.latency_s = latency_s
@@ -177,6 +185,15 @@ def _hashes(vocab_size: int, context: int) -> tuple[NDArray[np.uint64], NDArray[
     return np.concatenate((positions, more)), vocabulary
 
 
+def _hash_on(state: int, tokens: NDArray[np.int32]) -> int:
+    """The state after these tokens."""
+    powers = np.full(len(tokens) + 1, _STEP, np.uint64)
+    powers[0] = 1
+    powers = np.multiply.accumulate(powers)
+    added = (tokens.astype(np.uint64) + np.uint64(1)) * powers[:-1][::-1]
+    return (state * int(powers[-1]) + int(added.sum(dtype=np.uint64))) & 0xFFFF_FFFF_FFFF_FFFF
+
+
 class _FakeBlocks:
     """An arena of blocks of tokens, and of how many tokens had been dropped when each was computed: that is what K and
     V of a real model depend on, too."""
@@ -202,6 +219,35 @@ class _FakeBlocks:
             assert (written >= 0).all(), "a local block is written that the table does not have"
             self._arena[written, positions % self._size] = tokens + number * _LOCAL
             self._resident[written] = True
+
+        if chunk.state is not None:
+            self._write_state(chunk, tokens)
+
+    def _write_state(self, chunk: Chunk, tokens: NDArray[np.int32]) -> None:
+        """Every cell of the state holds the hash, each turned into something of its own."""
+        state = chunk.state
+        assert state is not None and not set(state.read) & set(state.write), "a state is written over itself"
+        hashed = _hash_on(self._read_state(chunk), tokens)
+        for number, cell in enumerate(state.write):
+            self._cells[cell].reshape(-1).view(np.uint64)[:] = hashed ^ number
+            self._resident[cell] = True
+        assert state.write, "there is nowhere to write the state"
+
+    def _read_state(self, chunk: Chunk) -> int:
+        """Something else than any hash if the cells do not agree."""
+        state = chunk.state
+        assert state is not None
+        words = {
+            int(word) ^ number
+            for number, cell in enumerate(state.read)
+            for word in np.unique(self._cells[cell].reshape(-1).view(np.uint64))
+        }
+        return words.pop() if len(words) == 1 else len(words)
+
+    def state_differences(self, chunk: Chunk, length: int) -> int:
+        """0 if the state that the chunk began with, and its tokens since then, make the state after all tokens."""
+        tokens = self.read(chunk, length)
+        return _hash_on(self._read_state(chunk), tokens[chunk.start :]) ^ _hash_on(0, tokens)
 
     def _local_cells(self, chunk: Chunk) -> list[NDArray[np.int64]]:
         """For each local layer the cells of all blocks up to the table's end; -1: not in the table."""
@@ -318,6 +364,9 @@ class _FakeSlots:
         return np.zeros(length, np.int32)
 
     def local_differences(self, chunk: Chunk, length: int, window: int) -> int:
+        return 0
+
+    def state_differences(self, chunk: Chunk, length: int) -> int:
         return 0
 
     def length(self, slot: int) -> int:

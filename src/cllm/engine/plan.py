@@ -104,6 +104,7 @@ def _chunk(sequence: Sequence, end: int, wants_logits: bool) -> Chunk:
         slot=sequence.slot,
         blocks=sequence.blocks,
         local=sequence.local,
+        state=sequence.state,
         dropped=dropped,
         kept=sequence.kept,
         row=sequence.row,
@@ -126,6 +127,7 @@ def row_of(sequence: Sequence) -> Chunk:
         sequence.row,
         follows,
         sequence.local,
+        sequence.state,
     )
 
 

@@ -170,14 +170,14 @@ class Planner:
                             return False
                     rows.append(sequence)
                 elif missing > sequence.forced + 1 or (missing and not sequence.generates):
-                    out_of_room = sequence.local is not None and not submitted and start >= sequence.room
+                    out_of_room = sequence.in_parts and not submitted and start >= sequence.room
                     if out_of_room and not self._make_room(sequence):
                         return False
                     if submitted and sequence.reading is not None and sequence.reading.in_order:
                         continue
                     prompts.append(sequence)
                 elif missing:
-                    if sequence.local is not None and start + missing > sequence.room:
+                    if sequence.in_parts and start + missing > sequence.room:
                         # They may never have room for so many at once: what is free must do, and the rest waits.
                         self._room_to_draft(sequence, submitted + min(missing - 1, MOST_FORCED))
                         missing = 1
@@ -198,11 +198,13 @@ class Planner:
         most = self.budget.most_drafts(plan.decode_rows)
         left = MOST_FORCED if most is None else min(most, MOST_FORCED)
         self._forced_turns += 1
+        unit = self._kv.unit_tokens
         for place in range(plan.decode_rows):
             index = (self._forced_turns + place) % plan.decode_rows
             missing = len(plan.chunks[index].tokens)
             if missing > 1:
-                count = min(missing, 1 + left, plan.sequences[index].next_chunk)
+                sequence = plan.sequences[index]
+                count = sequence.until_stop(min(missing, 1 + left, sequence.next_chunk), unit)
                 plan.cut_forced(index, count)
                 left -= count - 1
 
@@ -312,18 +314,20 @@ class Planner:
         rank = self._requests.waiting.rank
         prompts.sort(key=lambda sequence: (sequence.remaining, rank(sequence)))
         self._prompt_steps += 1
+        unit = self._kv.unit_tokens
         if self._prompt_steps % OLDEST_EVERY == 0:
             oldest = min(prompts, key=rank)
             prompts.remove(oldest)
             prompts.insert(0, oldest)
         for sequence in prompts:
-            count = allowance.take(sequence.next_chunk, sequence.position, sequence.weight)
+            most = sequence.until_stop(sequence.next_chunk, unit)
+            count = sequence.until_stop(allowance.take(most, sequence.position, sequence.weight), unit)
             if count < sequence.next_chunk and self._whole_prompts:
                 if plan.chunks:
                     break
                 count = sequence.next_chunk
             if count == 0:
-                if sequence.local is not None:
+                if sequence.in_parts:
                     continue  # its next blocks come with the step under way
                 break
             plan.add_prompt(sequence, count)

@@ -203,7 +203,7 @@ class Sequence(KVSequence):
     def next_chunk(self) -> int:
         """How many of the remaining tokens one step can compute."""
         known = len(self.tokens) - self.num_computed - self.submitted
-        if self.local is not None:
+        if self.in_parts:
             return min(known, self.room - self.num_computed - self.submitted)
         return known if self.window is None else min(known, self.window.until_drop(self.num_computed))
 

@@ -49,7 +49,7 @@ class Results:
     def _computed(self, plan: StepPlan, result: StepResult) -> tuple[list[Wanted], list[Drafted]]:
         """All tokens of the step are in memory. Which sequences take a token now, and which have drafts to verify."""
         kv, epochs = self._kv, plan.epochs
-        verifies, unit = kv.verifies, kv.unit_tokens
+        verifies, unit = kv.verifies, 1 if kv.commits_each_step else kv.unit_tokens
         wanted: list[Wanted] = []
         drafted: list[Drafted] = []
         next_row = 0

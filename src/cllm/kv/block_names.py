@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 NAME_BYTES = 32
 TOKEN_BYTES = 4
 _FINGERPRINT, _ROOT, _BLOCK, _LOCAL = b"cllm-kv-model", b"cllm-kv-root", b"cllm-kv-block", b"cllm-kv-local"
+_STATE = b"cllm-kv-state"
 
 
 def fingerprint(content: bytes, settings: Mapping[str, str | int]) -> bytes:
@@ -59,9 +60,12 @@ def tail_name(parent: bytes, tokens: bytes) -> bytes:
 
 def local_names(names: Iterable[bytes], cells: int) -> list[bytes]:
     """The names of the cells that the local layers have for these blocks, one block after another."""
-    blake = hashlib.blake2b
-    parts = [number.to_bytes(4, "little") for number in range(cells)]
-    return [blake(name + part, digest_size=NAME_BYTES, person=_LOCAL).digest() for name in names for part in parts]
+    return [name for each in names for name in _cell_names(_LOCAL, each, cells)]
+
+
+def state_names(name: bytes, cells: int) -> list[bytes]:
+    """The names of the cells of the state at the end of this block."""
+    return _cell_names(_STATE, name, cells)
 
 
 def token_bytes(tokens: array[int] | NDArray[np.int32] | bytes) -> bytes:
@@ -72,6 +76,10 @@ def token_bytes(tokens: array[int] | NDArray[np.int32] | bytes) -> bytes:
             raise ValueError(f"tokens have {tokens.itemsize} bytes here, not {TOKEN_BYTES}")
         return tokens.tobytes()
     return np.ascontiguousarray(tokens, np.int32).tobytes()
+
+
+def _cell_names(purpose: bytes, name: bytes, cells: int) -> list[bytes]:
+    return [_hash(purpose, name + number.to_bytes(4, "little")) for number in range(cells)]
 
 
 def _hash(purpose: bytes, data: bytes) -> bytes:

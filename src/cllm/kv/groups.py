@@ -153,8 +153,8 @@ def _group(layers: Sequence[LayerKV], *, cells: int) -> KVGroup:
 
 
 class LocalBlock:
-    """A block of the local layers. Tables of running sequences and pinned snapshots use it, snapshots keep it; when
-    nobody does either, its cells are free."""
+    """A block of the local layers, or a state. Tables of running sequences and pinned snapshots use it, snapshots keep
+    it; when nobody does either, its cells are free."""
 
     __slots__ = ("cells", "kept", "number", "pins", "users")
 
@@ -197,14 +197,20 @@ class StateTable:
     """A running sequence's state. A step reads one block and writes another, so a step that fails has changed nothing;
     when it has counted, the block it wrote is the sequence's."""
 
-    __slots__ = ("current", "next")
+    __slots__ = ("computed", "current", "last", "last_computed", "next", "spare")
 
-    def __init__(self, current: LocalBlock | None = None) -> None:
+    def __init__(self, current: LocalBlock | None = None, computed: int = 0) -> None:
         self.current = current
         """The state after all that is computed; None: nothing is. Snapshots and twins may have it, too: it never
         changes."""
+        self.computed = computed
+        """After how many tokens."""
+        self.last: LocalBlock | None = None
+        """The state at the end of the last block before that."""
+        self.last_computed = 0
         self.next: LocalBlock | None = None
         """The block that the next step writes."""
+        self.spare: list[LocalBlock] = []
 
     @property
     def read(self) -> list[int]:
@@ -214,3 +220,8 @@ class StateTable:
     @property
     def write(self) -> list[int]:
         return [] if self.next is None else self.next.cells
+
+    @property
+    def blocks(self) -> list[LocalBlock]:
+        """All that it uses."""
+        return [block for block in (self.current, self.last, self.next, *self.spare) if block is not None]

@@ -43,6 +43,9 @@ class KVManager(ABC):
     unit_tokens: int = 1
     """Prefixes are shared in multiples of this."""
 
+    commits_each_step = False
+    """Whether every step is to be committed, or only those that complete a unit."""
+
     verifies = False
     """Whether the backend keeps its own count of positions; if not, there is nothing to `verify` or `rewind`."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from cllm.kv.groups import LocalTable
+from cllm.kv.groups import LocalTable, StateTable
 from cllm.kv.window import Window
 
 
@@ -34,6 +34,7 @@ class KVSequence:
         "blocks",
         "dropped",
         "hole",
+        "in_parts",
         "kept",
         "load",
         "local",
@@ -42,6 +43,7 @@ class KVSequence:
         "room",
         "slot",
         "space",
+        "state",
         "tokens",
         "window",
     )
@@ -76,8 +78,11 @@ class KVSequence:
         self.blocks: list[int] = []
         self.slot = 0
         self.local: LocalTable | None = None
-        # After how many tokens a snapshot of its local blocks is due, the next one last.
+        self.state: StateTable | None = None
+        # After how many tokens a snapshot of local blocks and states is due, the next one last.
         self.marks: list[int] = []
+        # Whether it may have memory for only some of its known tokens; `grow` gives more.
+        self.in_parts = False
         # Positions [end, room) can be written without asking for more memory.
         self.room = 0
 
@@ -93,6 +98,16 @@ class KVSequence:
     @property
     def admitted(self) -> bool:
         return self.allocation is not None
+
+    def until_stop(self, count: int, unit: int) -> int:
+        """How many of the next `count` tokens a step may compute. A state is known only where a step ends: that is
+        where a snapshot is due, or else at the end of one of these blocks."""
+        if self.state is None:
+            return count
+        start = self.num_computed
+        end = min(start + count, self.marks[-1]) if self.marks else start + count
+        whole = end - end % unit
+        return (whole if whole > start else end) - start
 
     @property
     def held(self) -> int:

@@ -193,7 +193,8 @@ def attach_disk_cache(
             "version": __version__,
         }
         if isinstance(kv, PagedKVManager) and kv.arena.local is not None:
-            about["local_cells"] = kv.arena.local.shape.cells
+            shape = kv.arena.local.shape
+            about |= {"local_cells": shape.cells} | ({"state_cells": shape.state} if shape.state else {})
         # The model's files matter, not its name.
         bits = {key: value for key, value in {**about, **own}.items() if key != "model"}
         block_bytes = ops.block_bytes if isinstance(ops, BlockBytes) else config.resources.block_size * token_bytes

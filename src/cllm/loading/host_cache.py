@@ -32,6 +32,9 @@ def attach_host_cache(config: Config, backend: Backend, kv: KVManager) -> None:
         return
     if asked is None and not backend.on_gpu:
         return
+    if kv.arena.local is not None:
+        log.warning("evicted K/V are not kept in host memory: that is not supported for layers that carry a state")
+        return
     free = tightest(read_memory_limits()).free
     limit = min(int(free * FREE_SHARE), backend.kv_bytes) if asked is None else int(asked * MIB)
     if asked is not None and limit > free:

@@ -16,6 +16,7 @@ from cllm.engine.scheduler import Scheduler
 from cllm.kv.groups import KVLayout
 from cllm.kv.manager import KVManager
 from cllm.kv.ops import BlockOps, SlotOps
+from cllm.kv.paged.local import MOST_STATES, LocalShape
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.paged.upkeep import UpkeepSettings
 from cllm.kv.sizing import MIB, plan_blocks, plan_slots, slot_tokens_within
@@ -32,7 +33,15 @@ from cllm.loading.open_model import (
     open_text,
     paged_max_running,
 )
-from cllm.loading.resources import check_local_room, group_costs, kv_layout, local_bytes, local_shape
+from cllm.loading.resources import (
+    check_local_room,
+    group_costs,
+    kv_layout,
+    local_bytes,
+    local_shape,
+    state_bytes,
+    window_bytes,
+)
 from cllm.loading.text_model import TextModel
 from cllm.loading.weights_id import weights_id
 from cllm.machine import mib
@@ -139,15 +148,24 @@ def _build(
         f"{budget // token_bytes:,}",
         f"{token_bytes:,}",
     )
-    if layout.local is not None:
-        size = local_bytes(local_shape(config, layout, step_tokens), layout, context)
-        log.info(
-            "layers with a sliding window of %d tokens take up to %s more for each request",
-            *(layout.local.window, mib(size)),
-        )
+    _tell_local(local_shape(config, layout, step_tokens), layout, context)
     attach_host_cache(config, backend, memory.kv)
     disk = attach_disk_cache(config, backend, facts.name, files, memory.kv, token_bytes, share.stores)
     return ModelParts(text=text, row_sampler=row_sampler, backend=backend, scheduler=scheduler, disk=disk)
+
+
+def _tell_local(shape: LocalShape | None, layout: KVLayout, context: int) -> None:
+    if shape is not None and shape.cells:
+        log.info(
+            "layers with a sliding window of %d tokens take up to %s more for each request",
+            *(shape.window, mib(window_bytes(shape, layout, context))),
+        )
+    if shape is not None and shape.state:
+        log.info(
+            "layers that carry a state take %s more for each request: %d states of %s; a cached prompt keeps one at "
+            "each place where others can go on",
+            *(mib(state_bytes(shape, layout)), MOST_STATES, mib(shape.state * layout.cell_bytes)),
+        )
 
 
 def _step_budget(config: Config, backend: Backend) -> StepBudget:
@@ -249,10 +267,10 @@ def _block_memory(
 ) -> _Memory:
     token_bytes, local = layout.token_bytes, local_shape(config, layout, backend.traits.preferred_step_tokens)
     geometry = plan_blocks(budget_bytes=budget, bytes_per_token=token_bytes, block_size=layout.block_size)
-    windows = local_bytes(local, layout, context)
     if local is not None:
         geometry = replace(geometry, layout=layout)
-        check_local_room(budget, windows, context * token_bytes)
+        windows, states = window_bytes(local, layout, context), state_bytes(local, layout)
+        check_local_room(budget, windows, states, context * token_bytes)
     backend.allocate(geometry)
     ops = backend.ops
     assert isinstance(ops, BlockOps)
@@ -268,7 +286,10 @@ def _block_memory(
         watermark=config.scheduler.watermark,
         placement=config.kv.placement,
         upkeep=_upkeep(
-            config, backend, geometry.tokens * token_bytes, min(context, ENOUGH_TOKENS) * token_bytes + windows
+            config,
+            backend,
+            geometry.tokens * token_bytes,
+            min(context, ENOUGH_TOKENS) * token_bytes + local_bytes(local, layout, context),
         ),
         account=share.account,
     )

@@ -14,7 +14,7 @@ from cllm.config import Config
 from cllm.config.schema import ResourcesConfig
 from cllm.errors import ConfigError, ModelError
 from cllm.kv.groups import GroupCost, KVLayout
-from cllm.kv.paged.local import LocalShape, most_blocks
+from cllm.kv.paged.local import MOST_STATES, LocalShape, most_blocks
 from cllm.kv.sizing import MIB
 from cllm.machine import Cpus, MemoryLimit, default_threads, mib, tightest
 from cllm.models.spec import ModelSpec
@@ -66,40 +66,52 @@ def kv_layout(config: Config, spec: ModelSpec, kind: str) -> KVLayout:
 
 def local_shape(config: Config, layout: KVLayout, step_tokens: int) -> LocalShape | None:
     """`step_tokens`: most tokens of a prompt that a step computes by default."""
+    state = 0 if layout.states is None else layout.states.cells
     if layout.local is None:
-        return None
-    return LocalShape(layout.local.window, layout.local.cells, config.scheduler.max_step_tokens or step_tokens)
+        return LocalShape(state=state) if state else None
+    ahead = config.scheduler.max_step_tokens or step_tokens
+    return LocalShape(layout.local.window, layout.local.cells, ahead, state)
 
 
 def local_bytes(shape: LocalShape | None, layout: KVLayout, context: int) -> int:
-    """What local layers take for one sequence, however long it is."""
-    if shape is None:
-        return 0
+    """What local layers and states take for one sequence, however long it is."""
+    return 0 if shape is None else window_bytes(shape, layout, context) + state_bytes(shape, layout)
+
+
+def window_bytes(shape: LocalShape, layout: KVLayout, context: int) -> int:
     blocks = min(most_blocks(shape, layout.block_size), -(-context // layout.block_size))
     return blocks * shape.cells * layout.cell_bytes
+
+
+def state_bytes(shape: LocalShape, layout: KVLayout) -> int:
+    return MOST_STATES * shape.state * layout.cell_bytes
 
 
 def group_costs(layout: KVLayout, shape: LocalShape | None, context: int) -> tuple[GroupCost, ...]:
     """What each group takes."""
     full, local, states = layout.groups[0], layout.local, layout.states
     costs = [GroupCost("full", len(full.layers), full.window, layout.token_bytes, None)]
-    if local is not None:
-        most = local_bytes(shape, layout, context)
+    if shape is not None and local is not None:
+        most = window_bytes(shape, layout, context)
         costs.append(GroupCost("window", len(local.layers), local.window, layout.local_bytes, most))
-    if states is not None:
-        # A step reads one state and writes another.
-        costs.append(GroupCost("state", len(states.layers), 0, 0, 2 * states.cells * layout.cell_bytes))
+    if shape is not None and states is not None:
+        costs.append(GroupCost("state", len(states.layers), 0, 0, state_bytes(shape, layout)))
     return tuple(costs)
 
 
-def check_local_room(budget: int, needed: int, full: int) -> None:
+def check_local_room(budget: int, windows: int, states: int, full: int) -> None:
     """Raise if not even one sequence would fit, of which the full layers have a fair part. `full`: what those take for
     a whole context."""
-    if needed + min(needed, full) > budget:
-        raise ConfigError(
-            f"the KV budget is {mib(budget)}, but the layers with a sliding window alone take {mib(needed)} for a "
-            "sequence; raise resources.kv_cache_max_memory_mb, or lower scheduler.max_step_tokens"
-        )
+    needed = windows + states
+    if needed + min(needed, full) <= budget:
+        return
+    takes = {"with a sliding window": windows, "that carry a state": states}
+    alone = " and ".join(f"those {what} {mib(size)}" for what, size in takes.items() if size)
+    remedy = ", or lower scheduler.max_step_tokens" if windows else ""
+    raise ConfigError(
+        f"the KV budget is {mib(budget)}, but for a sequence some layers take memory however short it is, {alone}, and "
+        f"at least {mib(min(needed, full))} must be left for the others; raise resources.kv_cache_max_memory_mb{remedy}"
+    )
 
 
 def choose_kv_bytes(settings: ResourcesConfig, weights: Weights, limits: Sequence[MemoryLimit]) -> int:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from cllm.kv.manager import CHECK_SLICE
 from cllm.kv.paged.arena import Arena
 from cllm.kv.paged.block_table import allocation_of, own_blocks
-from cllm.kv.paged.local import LocalMemory
+from cllm.kv.paged.local import MOST_STATES, LocalMemory
 from cllm.kv.radix import COMMON_SPACE
 from cllm.kv.sequence import KVSequence
 from cllm.kv.tiers.loads import LoadingSequence
@@ -46,6 +46,9 @@ def _check_local(arena: Arena, local: LocalMemory, held: NDArray[np.int32]) -> I
     kept: Counter[int] = Counter()
     pins: Counter[int] = Counter()
     for sequence in arena.running.values():
+        if sequence.state is not None:
+            users.update(block.number for block in sequence.state.blocks)
+            _check_states(sequence)
         table = sequence.local
         if table is None:
             continue
@@ -74,6 +77,24 @@ def _check_local(arena: Arena, local: LocalMemory, held: NDArray[np.int32]) -> I
         raise AssertionError("a local block is used that is free")
     if local.evictable != sum(len(block.cells) for block in local.all.values() if not block.users):
         raise AssertionError("evictable local cells are counted wrong")
+    if local.taken != sum(len(block.cells) for block in local.all.values()):
+        raise AssertionError("local cells are counted wrong")
+
+
+def _check_states(sequence: KVSequence) -> None:
+    table = sequence.state
+    assert table is not None
+    if len({block.number for block in table.blocks}) > MOST_STATES:
+        raise AssertionError("a sequence has more states than it may")
+    if table.computed != sequence.num_computed or (table.current is None) != (table.computed == 0):
+        raise AssertionError("a sequence's state is not that after what is computed")
+    if table.last is not None and not 0 < table.last_computed < max(table.computed, 1):
+        raise AssertionError("a sequence's earlier state is not an earlier one")
+    for block in table.blocks[(table.current is not None) + (table.last is not None) :]:
+        if block.users > 1 or block.kept:
+            raise AssertionError("a sequence may write to a state that another one uses, or that is kept")
+    if any(mark <= sequence.num_computed for mark in sequence.marks):
+        raise AssertionError("a snapshot was due and is not taken")
 
 
 def _check_table(arena: Arena, sequence: KVSequence) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from cllm.kv.block_names import local_names, root_name
+from cllm.kv.block_names import root_name
 from cllm.kv.disk.store import ModelStore
 from cllm.kv.paged.arena import Arena
 from cllm.kv.paged.block_table import BlockNode, allocation_of
@@ -47,7 +47,7 @@ RESCUE_S = 0.002
 
 
 class OffloadCandidate:
-    """The blocks of a prefix; or, `behind` the block of that name, the cells of the local layers' snapshot there."""
+    """The blocks of a prefix; or, `behind` the block of that name, the cells of the snapshot there."""
 
     __slots__ = ("common", "done", "is_snapshot", "key", "looked", "names", "owner", "root")
 
@@ -110,7 +110,7 @@ class DiskOffload:
             self._offer_snapshots(sequence, disk, names)
 
     def _offer_snapshots(self, sequence: KVSequence, disk: DiskTier, names: list[bytes]) -> None:
-        """The local layers' snapshots where others are most likely to go on: the last two on the sequence's own path.
+        """The snapshots where others are most likely to go on: the last two on the sequence's own path.
         The candidate with the blocks before them, of these names, comes first."""
         local = self._arena.local
         if local is None:
@@ -118,8 +118,7 @@ class DiskOffload:
         path = on_path(allocation_of(sequence).node)
         own = [end for end, snapshot in path if snapshot.node.space == sequence.space and end <= len(names)]
         for end in own[:2]:
-            first = local.first_needed(end * disk.block_tokens)
-            cells = local_names(names[first:end], local.shape.cells)
+            cells = local.cell_names(names, end)
             key = sequence.tokens[: end * disk.block_tokens].tobytes()
             self._add(OffloadCandidate(sequence.space, key, cells, 0, behind=names[end - 1]))
 

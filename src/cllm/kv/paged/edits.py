@@ -11,22 +11,25 @@ from cllm.errors import UnsupportedOperationError
 from cllm.kv.operations import check_removal, check_shift, check_truncation, close_hole, open_hole
 from cllm.kv.paged.arena import Arena
 from cllm.kv.paged.block_table import allocation_of
+from cllm.kv.paged.local_tables import LocalTables
 from cllm.kv.paged.pins import BlockPins
 from cllm.kv.paged.room import Room
 from cllm.kv.sequence import KVSequence
 
 
 class BlockEdits:
-    def __init__(self, arena: Arena, room: Room, pins: BlockPins) -> None:
+    def __init__(self, arena: Arena, room: Room, pins: BlockPins, local: LocalTables | None) -> None:
         self._arena = arena
         self._room = room
         self._pins = pins
+        self._local = local
 
     def remove_range(self, sequence: KVSequence, start: int, end: int) -> bool:
         size = self._arena.block_size
-        if sequence.local is not None:
+        if sequence.in_parts:
+            what = "have a window of their own" if sequence.state is None else "carry a state, which has seen them"
             raise UnsupportedOperationError(
-                f"cannot remove positions [{start}, {end}): some layers of this model have a window of their own"
+                f"cannot remove positions [{start}, {end}): some layers of this model {what}"
             )
         check_removal(sequence, start, end, size)
         first, last = start // size, end // size
@@ -47,8 +50,8 @@ class BlockEdits:
 
     def truncate(self, sequence: KVSequence, length: int) -> int:
         check_truncation(sequence, length)
-        if sequence.local is not None:
-            length = self._with_window(sequence, length)
+        if self._local is not None:
+            length = self._local.go_back(sequence, length)
         size, shared = self._arena.block_size, allocation_of(sequence).indexed
         lost = sequence.dropped + sequence.hole
         held = length - lost
@@ -63,24 +66,9 @@ class BlockEdits:
         sequence.room = 0
         self._arena.give_up(gone, sequence)
         sequence.num_computed = held + lost
-        if sequence.local is not None and self._arena.local is not None:
-            self._arena.local.cut_end(sequence.local, blocks)
+        if self._local is not None:
+            self._local.cut_end(sequence, blocks)
         return sequence.num_computed
-
-    def _with_window(self, sequence: KVSequence, length: int) -> int:
-        """The longest part, up to `length` tokens, that local layers can go on from: all of it, or as much as was in
-        the tree when a snapshot was taken."""
-        arena, table, size = self._arena, sequence.local, self._arena.block_size
-        assert arena.local is not None and table is not None
-        in_tree = min(length // size, allocation_of(sequence).indexed)
-        whole = length if length >= allocation_of(sequence).indexed * size else in_tree * size
-        if arena.local.first_needed(whole) >= table.first:
-            return length
-        found = arena.prefixes.continuable(arena.prefixes.find_held(sequence, in_tree), sequence.space)
-        snapshot, end = arena.prefixes.snapshot_at(found), found.matched // arena.prefixes.tree.unit_bytes
-        arena.local.clear(table)
-        sequence.local = arena.local.enter(snapshot if end else None, end)
-        return end * size
 
     def _shorten(self, sequence: KVSequence, blocks: int) -> None:
         """Leave the tree after so many blocks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from cllm.errors import BackendError, describe
-from cllm.kv.block_names import TOKEN_BYTES, chain, local_names
+from cllm.kv.block_names import TOKEN_BYTES, chain, local_names, state_names
 from cllm.kv.disk.store import ModelStore
 from cllm.kv.paged.arena import Arena
 from cllm.kv.paged.block_table import BlockMatch
@@ -155,17 +155,19 @@ class BlockLoads:
     def _snapshot_on_disk(
         self, local: LocalMemory, model_store: ModelStore, found: BlockMatch, names: list[bytes]
     ) -> tuple[int, list[bytes]]:
-        """The most of these blocks, which follow what was found, behind which the local layers can go on, and the names
-        of the cells that they need for that."""
+        """The most of these blocks, which follow what was found, behind which all layers can go on, and the names of
+        the cells that this needs."""
         path, size = [*self._arena.prefixes.names_of(found), *names], self._arena.block_size
-        cached, cells = len(path) - len(names), local.shape.cells
-        there = bytes(model_store.held(local_names([name], 1)) for name in path)
+        cached, shape, held = len(path) - len(names), local.shape, model_store.held
+        there = bytes(held(local_names([name], 1)) for name in path) if shape.cells else b""
         for end in range(len(path), cached, -1):
-            first = local.first_needed(end * size)
-            if there.find(0, first, end) < 0:
-                wanted = local_names(path[first:end], cells)
-                if model_store.held(wanted) == len(wanted):
-                    return end - cached, wanted
+            if shape.cells and there.find(0, local.first_needed(end * size), end) >= 0:
+                continue
+            if shape.state and not held(state_names(path[end - 1], 1)):
+                continue
+            wanted = local.cell_names(path, end)
+            if held(wanted) == len(wanted):
+                return end - cached, wanted
         return 0, []
 
     def _missing(self, sequence: KVSequence, found: BlockMatch) -> bytes:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from cllm.kv.block_names import local_names, state_names
 from cllm.kv.eviction import EvictionPolicy, computing
 from cllm.kv.groups import LocalBlock, LocalTable
 from cllm.kv.ops import BlockGeometry
@@ -30,23 +31,32 @@ WORTH = 2
 """Beyond the fewest, all snapshots of a path may take so many times the memory of its full layers."""
 
 
-class LocalShape(NamedTuple):
-    """`cells` of a block, and for how many tokens a running sequence has blocks: inside the window, and ahead."""
+MOST_STATES = 3
+"""States that a running sequence has: one to read, one to write, and that at the end of its last full block."""
 
-    window: int
-    cells: int
-    ahead: int
+
+class LocalShape(NamedTuple):
+    """`cells` of a block, and for how many tokens a running sequence has blocks: inside the window, and ahead; and
+    cells of a state. None of either: there are no such layers."""
+
+    window: int = 0
+    cells: int = 0
+    ahead: int = 0
+    state: int = 0
 
 
 def tokens_within(geometry: BlockGeometry, shape: LocalShape) -> int:
-    """The longest sequence that fits: every block of it, and local ones for the window and ahead."""
+    """The longest sequence that fits: every block of it, local ones for the window and ahead, and its states."""
+    blocks = geometry.blocks - MOST_STATES * shape.state
     most = most_blocks(shape, geometry.block_size)
-    short = geometry.blocks // (1 + shape.cells)
-    return max(min(short, most), geometry.blocks - most * shape.cells) * geometry.block_size
+    short = blocks // (1 + shape.cells)
+    return max(min(short, most), blocks - most * shape.cells, 0) * geometry.block_size
 
 
 def most_blocks(shape: LocalShape, block_size: int) -> int:
     """Local blocks that a running sequence may have."""
+    if not shape.cells:
+        return 0
     return -(-shape.window // block_size) + -(-shape.ahead // block_size) + 1
 
 
@@ -58,11 +68,14 @@ class SnapshotCounts:
 
 
 class LocalSnapshot:
-    __slots__ = ("blocks", "end", "hits", "node", "pins")
+    __slots__ = ("blocks", "end", "hits", "node", "pins", "state", "windows")
 
-    def __init__(self, node: BlockNode, blocks: Sequence[LocalBlock], end: int) -> None:
+    def __init__(self, node: BlockNode, windows: Sequence[LocalBlock], state: LocalBlock | None, end: int) -> None:
         self.node = node
-        self.blocks = blocks
+        self.windows = windows
+        self.state = state
+        self.blocks = windows if state is None else (*windows, state)
+        """All that it keeps."""
         self.end = end
         """How many blocks are before it."""
         self.hits = self.pins = 0
@@ -88,6 +101,8 @@ class LocalMemory:
         """All snapshots."""
         self.evictable = 0
         """Cells of blocks that are only kept."""
+        self.taken = 0
+        """Cells of all blocks."""
         self.all: dict[int, LocalBlock] = {}
         """By their ids as holders."""
         self._block_size = block_size
@@ -98,6 +113,11 @@ class LocalMemory:
     def first_needed(self, position: int) -> int:
         """The first block that the token at this position attends to."""
         return max(0, position - self.shape.window + 1) // self._block_size
+
+    def cell_names(self, names: Sequence[bytes], end: int) -> list[bytes]:
+        """The names of all cells of a snapshot behind the first `end` of the blocks with these names."""
+        windows = names[self.first_needed(end * self._block_size) : end] if self.shape.cells else ()
+        return local_names(windows, self.shape.cells) + state_names(names[end - 1], self.shape.state)
 
     # -- blocks ------------------------------------------------------------------------------------------------
 
@@ -113,6 +133,7 @@ class LocalMemory:
         block.users = 1
         block.number = self._holders.assign(block)
         self.all[block.number] = block
+        self.taken += len(cells)
         self._pool.hand_over(cells, block.number)
         return block
 
@@ -130,6 +151,7 @@ class LocalMemory:
 
     def _free(self, block: LocalBlock) -> None:
         self.evictable -= len(block.cells)
+        self.taken -= len(block.cells)
         self._pool.release(block.cells)
         self._holders.release(block.number)
         del self.all[block.number]
@@ -140,13 +162,10 @@ class LocalMemory:
         """The table of a sequence that goes on behind its first `end` blocks."""
         if snapshot is None:
             return LocalTable(end)
-        table = LocalTable(end - len(snapshot.blocks))
-        for block in snapshot.blocks:
+        table = LocalTable(end - len(snapshot.windows))
+        for block in snapshot.windows:
             self.use(block)
             table.append(block)
-        snapshot.hits += 1
-        self.touch(snapshot)
-        self._counts.used += 1
         return table
 
     def share(self, table: LocalTable, end: int) -> LocalTable:
@@ -181,20 +200,20 @@ class LocalMemory:
 
     # -- snapshots ---------------------------------------------------------------------------------------------
 
-    def keep(self, table: LocalTable, node: BlockNode, unit: int, end: int, to_pin: set[int]) -> None:
-        """A snapshot behind the sequence's first `end` blocks, at `unit` blocks of the node's edge, unless there is one
-        or the table has not all that it needs. Those behind `to_pin` blocks stay on the path."""
-        there = node.marks.get(unit)
-        if there is not None:
-            self.touch(there)
-            return
+    def windows_behind(self, table: LocalTable | None, end: int) -> tuple[LocalBlock, ...] | None:
+        """What a snapshot behind the sequence's first `end` blocks needs of its table; None: that has not all."""
+        if table is None:
+            return ()
         first = self.first_needed(end * self._block_size)
         if first < table.first or end > table.end:
-            return
-        snapshot = LocalSnapshot(node, tuple(table.blocks[first - table.first : end - table.first]), end)
+            return None
+        return tuple(table.blocks[first - table.first : end - table.first])
+
+    def keep(self, snapshot: LocalSnapshot, unit: int, to_pin: set[int]) -> None:
+        """A new snapshot, at `unit` blocks of its node's edge. Those behind `to_pin` blocks stay on the path."""
         for block in snapshot.blocks:
             block.kept += 1
-        node.marks[unit] = snapshot
+        snapshot.node.marks[unit] = snapshot
         self._counts.taken += 1
         self.policy.add(snapshot, 0, self.worth(snapshot))
         self._thin(snapshot, to_pin)

@@ -1,5 +1,5 @@
-"""Local blocks of running sequences: taken ahead of what is computed, given up behind the window, kept at places where
-others may go on."""
+"""Local blocks and states of running sequences: taken ahead of what is computed, given up behind the window, kept at
+places where others may go on."""
 
 from __future__ import annotations
 
@@ -10,25 +10,30 @@ import numpy as np
 from cllm.kv.groups import LocalTable
 from cllm.kv.paged.arena import Arena
 from cllm.kv.paged.block_table import BlockMatch, allocation_of
-from cllm.kv.paged.local import LocalMemory
+from cllm.kv.paged.local import LocalMemory, LocalShape, LocalSnapshot
 from cllm.kv.paged.resizing import ArenaResizer
 from cllm.kv.paged.room import Room
+from cllm.kv.paged.snapshot_places import places_for_states
+from cllm.kv.paged.state_tables import StateTables
 from cllm.kv.sequence import KVSequence
 
 
 class LocalTables:
-    def __init__(self, arena: Arena, room: Room, resizer: ArenaResizer | None) -> None:
+    def __init__(self, arena: Arena, room: Room, shape: LocalShape, resizer: ArenaResizer | None) -> None:
+        self.states = StateTables(arena, room, shape.state)
+        self.cells = shape.cells
+        """Cells of a block; 0: there are no layers with a window."""
         self._arena = arena
         self._room = room
         self._resizer = resizer
 
-    @property
-    def cells(self) -> int:
-        """Cells of a block."""
-        return self._memory().shape.cells
-
     def cells_for(self, sequence: KVSequence, cached: int) -> int:
         """Cells that a sequence needs of its own when it begins behind `cached` blocks."""
+        return self._window_cells(sequence, cached) + self.states.cells_for(cached)
+
+    def _window_cells(self, sequence: KVSequence, cached: int) -> int:
+        if not self.cells:
+            return 0
         local = self._memory()
         most = local.first_needed(cached * self._arena.block_size) + local.most_blocks
         return self.cells * (min(self._arena.blocks_for(sequence.needed), most) - cached)
@@ -38,38 +43,69 @@ class LocalTables:
     def enter(self, sequence: KVSequence, found: BlockMatch) -> None:
         end = found.matched // self._arena.prefixes.tree.unit_bytes
         snapshot = self._arena.prefixes.snapshot_at(found) if end else None
-        sequence.local = self._memory().enter(snapshot, end)
+        self.enter_at(sequence, snapshot, end)
+
+    def enter_at(self, sequence: KVSequence, snapshot: LocalSnapshot | None, end: int) -> None:
+        """Go on from a snapshot behind the first `end` blocks; None: from the beginning."""
+        local = self._memory()
+        sequence.in_parts = True
+        if self.cells:
+            sequence.local = local.enter(snapshot, end)
+        self.states.enter(sequence, None if snapshot is None else snapshot.state, end * self._arena.block_size)
+        if snapshot is not None:
+            local.touch(snapshot)
 
     def begin(self, sequence: KVSequence, known: int) -> None:
         """Take blocks for the first chunks. `known`: how many tokens full layers have cached, where it parts from
         others."""
-        size, computed = self._arena.block_size, sequence.num_computed
-        ends = {place - place % size for place in (*sequence.places, known, len(sequence.tokens) - 1)}
-        sequence.marks = sorted((end for end in ends if computed < end <= len(sequence.tokens)), reverse=True)
-        wanted = self.cells_for(sequence, computed // size)
-        self._add(sequence, self._room.for_prompt(wanted, allocation_of(sequence).number))
+        size = self._arena.block_size
+        cached = sequence.num_computed // size
+        self._mark(sequence, known // size, cached)
+        if self.cells:
+            wanted = self._window_cells(sequence, cached)
+            self._add(sequence, self._room.for_prompt(wanted, allocation_of(sequence).number))
+        self.states.begin(sequence, cached)
         self.set_room(sequence)
+
+    def _mark(self, sequence: KVSequence, known: int, cached: int) -> None:
+        size, length = self._arena.block_size, len(sequence.tokens)
+        places, end = [place // size for place in sequence.places], (length - 1) // size
+        if self.states.cells:
+            pins = [place // size for place in sequence.to_pin]
+            ends = places_for_states((*pins, known), places, cached, end, self.states.cells)
+            ends.update(place for place in pins if end < place <= length // size)
+        else:
+            ends = {place for place in (*places, known, end) if cached < place <= length // size}
+        sequence.marks = sorted((place * size for place in ends), reverse=True)
 
     def begin_load(self, holder: KVSequence, cells: int) -> list[int]:
         """The blocks of a snapshot behind the last of the holder's blocks."""
-        end = len(holder.blocks)
-        holder.local = LocalTable(end - cells // self.cells)
-        self._add(holder, self._room.for_prompt(cells, allocation_of(holder).number))
-        return holder.local.cells
+        end, windows = len(holder.blocks), cells - self.states.cells
+        if self.cells:
+            holder.local = LocalTable(end - windows // self.cells)
+            self._add(holder, self._room.for_prompt(windows, allocation_of(holder).number))
+        state = self.states.begin_load(holder, end * self._arena.block_size)
+        return (holder.local.cells if holder.local is not None else []) + state
 
     def end(self, sequence: KVSequence) -> None:
         if sequence.local is not None:
             self._memory().clear(sequence.local)
             sequence.local = None
+        self.states.end(sequence)
 
     def fork(self, parent: KVSequence, child: KVSequence) -> None:
-        assert parent.local is not None
-        child.local = self._memory().share(parent.local, self._arena.blocks_for(parent.end))
+        child.in_parts = True
+        if parent.local is not None:
+            child.local = self._memory().share(parent.local, self._arena.blocks_for(parent.end))
+        self.states.fork(parent, child)
 
     # -- growing -----------------------------------------------------------------------------------------------
 
     def missing(self, sequence: KVSequence, count: int) -> int:
         """Cells to take before `count` more tokens are computed."""
+        return self._window_missing(sequence, count) + self.states.missing(sequence)
+
+    def _window_missing(self, sequence: KVSequence, count: int) -> int:
         if sequence.local is None:
             return 0
         blocks = self._arena.blocks_for(sequence.end + count) - sequence.local.end
@@ -86,8 +122,10 @@ class LocalTables:
 
     def grow(self, sequence: KVSequence, count: int) -> None:
         """Take what is `missing`, which is known to be available."""
+        self.states.grow(sequence)
         table, local = sequence.local, self._memory()
-        assert table is not None
+        if table is None:
+            return
         number = allocation_of(sequence).number
         if self._writes_shared(sequence):
             index = sequence.end // self._arena.block_size - table.first
@@ -96,14 +134,13 @@ class LocalTables:
             table.blocks[index] = local.new(copy)
             table.refresh()
             local.leave(shared)
-        if missing := self.missing(sequence, count):
+        if missing := self._window_missing(sequence, count):
             self._add(sequence, self._room.for_generation(missing, number, table.cells[-1] if table.cells else -1))
 
     def take_ahead(self, sequence: KVSequence) -> None:
         """Take blocks for the next chunks of a prompt, as far as some are free."""
         table, local, computed = sequence.local, self._memory(), sequence.num_computed
-        assert table is not None
-        if len(sequence.tokens) - computed <= 1:
+        if table is None or len(sequence.tokens) - computed <= 1:
             return
         end = min(self._arena.blocks_for(sequence.needed), local.first_needed(computed) + local.most_blocks)
         unused = self._arena.pool.free - (0 if self._resizer is None else self._resizer.pending)
@@ -119,17 +156,18 @@ class LocalTables:
         blocks = len(sequence.blocks)
         if sequence.local is not None:
             blocks = min(blocks, sequence.local.end)
-        sequence.room = blocks * self._arena.block_size
+        sequence.room = sequence.end if self.states.missing(sequence) else blocks * self._arena.block_size
 
     # -- after a step ------------------------------------------------------------------------------------------
 
     def advance(self, sequence: KVSequence) -> None:
+        """Blocks of the sequence are full, and in the tree."""
         table, computed, size = sequence.local, sequence.num_computed, self._arena.block_size
+        while sequence.marks and sequence.marks[-1] <= computed:
+            self._keep(sequence, sequence.marks.pop() // size)
         if table is None:
             return
         local = self._memory()
-        while sequence.marks and sequence.marks[-1] <= computed:
-            self._keep(sequence, sequence.marks.pop() // size)
         local.slide(table, computed)
         if len(sequence.tokens) - computed > 1:
             self.take_ahead(sequence)
@@ -138,21 +176,69 @@ class LocalTables:
         self.set_room(sequence)
 
     def keep_end(self, sequence: KVSequence) -> None:
-        if sequence.local is not None:
+        if sequence.local is not None or sequence.state is not None:
             self._keep(sequence, sequence.num_computed // self._arena.block_size)
 
     def _keep(self, sequence: KVSequence, end: int) -> None:
-        """A snapshot behind the first `end` blocks, if they are in the tree."""
-        table = sequence.local
-        if table is not None and 0 < end <= allocation_of(sequence).indexed:
-            found = self._arena.prefixes.find_held(sequence, end)
-            inside = found.inside // self._arena.prefixes.tree.unit_bytes
-            to_pin = {tokens // self._arena.block_size for tokens in sequence.to_pin}
-            self._memory().keep(table, found.node, inside, end, to_pin)
+        """A snapshot behind the first `end` blocks, if they are in the tree and all that it needs is known."""
+        if not 0 < end <= allocation_of(sequence).indexed:
+            return
+        found, size, local = self._arena.prefixes.find_held(sequence, end), self._arena.block_size, self._memory()
+        if (there := self._arena.prefixes.snapshot_at(found)) is not None:
+            local.touch(there)
+            return
+        windows, state = local.windows_behind(sequence.local, end), self.states.known_at(sequence, end * size)
+        if windows is None or (state is None and self.states.cells):
+            return
+        to_pin = {tokens // size for tokens in sequence.to_pin}
+        snapshot = LocalSnapshot(found.node, windows, state)
+        local.keep(snapshot, found.inside // self._arena.prefixes.tree.unit_bytes, to_pin)
+
+    # -- going back --------------------------------------------------------------------------------------------
+
+    def go_back(self, sequence: KVSequence, length: int) -> int:
+        """Go back to the longest part, up to `length` tokens, that all layers can go on from: to where the sequence
+        still has what that takes, or to a snapshot on its path. Returns how long it is; the caller cuts the blocks."""
+        prefixes, size = self._arena.prefixes, self._arena.block_size
+        in_tree = min(length // size, allocation_of(sequence).indexed)
+        own = self._own_place(sequence, length)
+        found = prefixes.continuable(prefixes.find_held(sequence, in_tree), sequence.space)
+        end = found.matched // prefixes.tree.unit_bytes
+        if own is not None and own >= end * size:
+            self.states.go_back(sequence, self.states.known_at(sequence, own), own)
+            return own
+        snapshot = prefixes.snapshot_at(found) if end else None
+        if sequence.local is not None:
+            local = self._memory()
+            local.clear(sequence.local)
+            sequence.local = local.enter(snapshot, end)
+        self.states.go_back(sequence, None if snapshot is None else snapshot.state, end * size)
+        if snapshot is not None:
+            self._memory().touch(snapshot)
+        return end * size
+
+    def _own_place(self, sequence: KVSequence, length: int) -> int | None:
+        """The longest part, up to `length` tokens, that the sequence itself can go on from; None: there is none."""
+        state, table, size = sequence.state, sequence.local, self._arena.block_size
+        if state is not None and length < state.computed:
+            if state.last is None or length < state.last_computed:
+                return None
+            length = state.last_computed
+        if table is not None:
+            in_tree = allocation_of(sequence).indexed * size
+            whole = length if length >= in_tree else length - length % size
+            if self._memory().first_needed(whole) < table.first:
+                return None
+        return length
+
+    def cut_end(self, sequence: KVSequence, blocks: int) -> None:
+        """Give up local blocks behind the first `blocks`."""
+        if sequence.local is not None:
+            self._memory().cut_end(sequence.local, blocks)
 
     def meet(self, running: KVSequence, waiting: KVSequence) -> None:
         """`waiting` will go on from what `running` is computing now: keep what that needs where they part."""
-        if running.local is None:
+        if not running.in_parts:
             return
         ours, theirs = (np.frombuffer(each.tokens, np.int32)[:-1] for each in (running, waiting))
         common = min(len(ours), len(theirs))

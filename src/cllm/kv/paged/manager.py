@@ -70,6 +70,7 @@ class PagedKVManager(KVManager):
 
         `account`: with several models, how much of the arena may be used; the geometry is the maximum."""
         self.unit_tokens = geometry.block_size
+        self.commits_each_step = local is not None and local.state > 0
         self.max_tokens = geometry.tokens if local is None else tokens_within(geometry, local)
         block_bytes = bytes_per_token * geometry.block_size
         if account is not None and extent_blocks is None:
@@ -105,7 +106,7 @@ class PagedKVManager(KVManager):
                 unpin=self.pins.all.give_way,
             )
         self.tables = BlockTables(self.arena, self.room, self.pins, self.upkeep, self.resizer, watermark=watermark)
-        self.edits = BlockEdits(self.arena, self.room, self.pins)
+        self.edits = BlockEdits(self.arena, self.room, self.pins, self.tables.local)
         self.loads = BlockLoads(self.arena, self.tiers, self.tables, self.offload, clock)
         self._clock = clock
         self._queried = self._hit = 0
@@ -176,14 +177,16 @@ class PagedKVManager(KVManager):
     # -- after a step ------------------------------------------------------------------------------------------
 
     def commit(self, sequence: KVSequence) -> None:
+        if sequence.state is not None:
+            self.tables.count_state(sequence)
         if sequence.num_computed // self.unit_tokens > allocation_of(sequence).indexed:
             self.arena.commit(sequence)
-            if sequence.local is not None:
+            if sequence.in_parts:
                 self.tables.keep_windows(sequence)
 
     def release(self, sequence: KVSequence, *, keep: bool = True) -> None:
         if keep:
-            self.arena.commit(sequence)
+            self.commit(sequence)
             self.tables.keep_last_window(sequence)
             self.offload.to_disk.offer(sequence)
         self.tables.end(sequence)

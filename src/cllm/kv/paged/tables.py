@@ -33,7 +33,7 @@ class BlockTables:
         self._upkeep = upkeep
         self._resizer = resizer
         self._watermark = watermark
-        self._local = None if arena.local is None else LocalTables(arena, room, resizer)
+        self.local = None if arena.local is None else LocalTables(arena, room, arena.local.shape, resizer)
 
     def admit(self, sequence: KVSequence) -> bool:
         """Begin with what is cached. False: there is no room now, and nothing has changed."""
@@ -44,13 +44,13 @@ class BlockTables:
             waits = self._resizer is not None and self._resizer.expects_more
             if waits or not self._pins.give_way(running=0):
                 return False
-        if self._local is None:
+        if self.local is None:
             self.begin(sequence, found, self._missing(sequence, found))
             return True
         known = full.matched // TOKEN_BYTES
-        self._local.enter(sequence, found)  # first, so that the snapshot there is not evicted to make room
+        self.local.enter(sequence, found)  # first, so that the snapshot there is not evicted to make room
         self.begin(sequence, found, self._missing(sequence, found))
-        self._local.begin(sequence, known)
+        self.local.begin(sequence, known)
         return True
 
     def room_for(self, sequence: KVSequence, found: BlockMatch) -> bool:
@@ -60,8 +60,8 @@ class BlockTables:
         # The watermark reserves room for running sequences to grow; it does not apply when nothing runs.
         reserve = int(arena.pool.total * self._watermark) if arena.running else 0
         wanted = self._missing(sequence, found) + reserve
-        if self._local is not None:
-            wanted += self._local.cells_for(sequence, found.matched // arena.prefixes.tree.unit_bytes)
+        if self.local is not None:
+            wanted += self.local.cells_for(sequence, found.matched // arena.prefixes.tree.unit_bytes)
         unused = arena.prefixes.unused_blocks(found)
         if self._resizer is not None and self._better_waits(self._resizer, wanted, unused):
             return False
@@ -73,12 +73,12 @@ class BlockTables:
 
     def begin_local(self, holder: KVSequence, cells: int) -> list[int]:
         """Cells for the local layers of what is being loaded, which are known to be available."""
-        assert self._local is not None
-        return self._local.begin_load(holder, cells)
+        assert self.local is not None
+        return self.local.begin_load(holder, cells)
 
     def drop_local(self, holder: KVSequence) -> None:
-        if self._local is not None:
-            self._local.end(holder)
+        if self.local is not None:
+            self.local.end(holder)
 
     def _missing(self, sequence: KVSequence, found: BlockMatch) -> int:
         return self._arena.blocks_for(sequence.needed) - found.matched // self._arena.prefixes.tree.unit_bytes
@@ -111,8 +111,8 @@ class BlockTables:
 
     def end(self, sequence: KVSequence) -> None:
         """Take all memory back; what is in the tree stays cached."""
-        if self._local is not None:
-            self._local.end(sequence)
+        if self.local is not None:
+            self.local.end(sequence)
         self._arena.stop(sequence)
         self._upkeep.note_activity()
 
@@ -123,49 +123,59 @@ class BlockTables:
         last = sequence.end // arena.block_size
         writes_shared = last < len(blocks) and last >= held.indexed and arena.pool.is_shared(blocks[last])
         needed = max(missing, 0) + writes_shared
-        cells = 0 if self._local is None else self._local.missing(sequence, count)
+        cells = 0 if self.local is None else self.local.missing(sequence, count)
         if needed or cells:
             if self._resizer is not None:
                 self._resizer.want(needed + cells)
             if needed + cells > self._room.available:
                 return False
-            if self._local is not None and cells:
-                self._local.grow(sequence, count)
+            if self.local is not None and cells:
+                self.local.grow(sequence, count)
         if needed:
             own = self._room.for_generation(needed, held.number, blocks[-1] if blocks else -1)
             if writes_shared:
                 self._copy_on_write(sequence, last, own)
             blocks += own
-        if self._local is not None and cells:
-            self._local.take_ahead(sequence)  # last: it takes what is free, which may have been promised above
+        if self.local is not None and cells:
+            self.local.take_ahead(sequence)  # last: it takes what is free, which may have been promised above
         self._set_room(sequence)
         return True
 
     def _set_room(self, sequence: KVSequence) -> None:
-        if self._local is not None:
-            self._local.set_room(sequence)
+        if self.local is not None:
+            self.local.set_room(sequence)
         else:
             sequence.room = len(sequence.blocks) * self._arena.block_size
 
     def most_within_free(self, sequence: KVSequence, count: int) -> int:
         """Up to `count` tokens for which the table and free blocks have room."""
         unused = self._arena.pool.free - (0 if self._resizer is None else self._resizer.pending)
-        together = 1 + (0 if self._local is None else self._local.cells)
+        together = 1
+        if self.local is not None:
+            together += self.local.cells
+            unused -= self.local.states.missing(sequence)
+            if unused < 0:
+                return 0
         return min(count, sequence.room - sequence.end + max(unused, 0) // together * self._arena.block_size)
 
+    def count_state(self, sequence: KVSequence) -> None:
+        """A step has counted."""
+        if self.local is not None:
+            self.local.states.count(sequence)
+
     def keep_windows(self, sequence: KVSequence) -> None:
-        """A step is done: snapshots that are due, and what is behind the window."""
-        if self._local is not None:
-            self._local.advance(sequence)
+        """Blocks are full: snapshots that are due, and what is behind the window."""
+        if self.local is not None:
+            self.local.advance(sequence)
 
     def keep_last_window(self, sequence: KVSequence) -> None:
         """The sequence is about to end: others may go on from there."""
-        if self._local is not None:
-            self._local.keep_end(sequence)
+        if self.local is not None:
+            self.local.keep_end(sequence)
 
     def meet(self, running: KVSequence, waiting: KVSequence) -> None:
-        if self._local is not None:
-            self._local.meet(running, waiting)
+        if self.local is not None:
+            self.local.meet(running, waiting)
 
     def _copy_on_write(self, sequence: KVSequence, index: int, own: list[int]) -> None:
         """Replace a shared block of the table by a private copy, made in the last of `own`."""
@@ -190,8 +200,8 @@ class BlockTables:
         arena.prefixes.lock(held.node)
         child.num_computed = parent.num_computed
         child.dropped, child.kept = parent.dropped, parent.kept
-        if self._local is not None:
-            self._local.fork(parent, child)
+        if self.local is not None:
+            self.local.fork(parent, child)
         # Both would write to the same block next: the first to do so asks for a copy.
         child.room = parent.room = parent.end
         self._start(child, BlockAllocation(held.node, held.indexed))
