@@ -64,9 +64,7 @@ def test_a_window_takes_no_more_than_the_context(context: int) -> None:
     assert needed == min(most, -(-context // 16)) * 3 * 16_000
     least = needed + min(needed, context * 1000)
     check_local_room(least, needed, 0, context * 1000)
-    with pytest.raises(
-        ConfigError, match=r"those with a sliding window .*, or lower scheduler.max_step"
-    ):
+    with pytest.raises(ConfigError, match=r"those with a sliding window .*, or lower scheduler.max_step"):
         check_local_room(least - 1, needed, 0, context * 1000)
     geometry = plan_blocks(budget_bytes=least + 16_000, bytes_per_token=1000, block_size=16)
     assert tokens_within(geometry, shape) >= min(context, needed // 1000)

@@ -152,14 +152,25 @@ def _group(layers: Sequence[LayerKV], *, cells: int) -> KVGroup:
     return KVGroup(tuple(layer.number for layer in layers), max(windows, default=0) if all(windows) else 0, cells)
 
 
+class BlockTally:
+    """How many blocks of a kind there are, and how many of them nobody uses."""
+
+    __slots__ = ("all", "evictable")
+
+    def __init__(self) -> None:
+        self.all = self.evictable = 0
+
+
 class LocalBlock:
     """A block of the local layers, or a state. Tables of running sequences and pinned snapshots use it, snapshots keep
     it; when nobody does either, its cells are free."""
 
-    __slots__ = ("cells", "kept", "number", "pins", "users")
+    __slots__ = ("cells", "kept", "number", "pins", "tally", "users")
 
-    def __init__(self, cells: list[int]) -> None:
+    def __init__(self, cells: list[int], tally: BlockTally | None = None) -> None:
         self.cells = cells
+        self.tally = tally or BlockTally()
+        """Where blocks of its kind are counted."""
         self.users = 0
         self.pins = 0
         """How many of the users are pinned snapshots."""

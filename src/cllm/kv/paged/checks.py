@@ -77,8 +77,10 @@ def _check_local(arena: Arena, local: LocalMemory, held: NDArray[np.int32]) -> I
         raise AssertionError("a local block is used that is free")
     if local.evictable != sum(len(block.cells) for block in local.all.values() if not block.users):
         raise AssertionError("evictable local cells are counted wrong")
-    if local.taken != sum(len(block.cells) for block in local.all.values()):
-        raise AssertionError("local cells are counted wrong")
+    for tally in (local.windows, local.states):
+        blocks = [block for block in local.all.values() if block.tally is tally]
+        if (tally.all, tally.evictable) != (len(blocks), sum(not block.users for block in blocks)):
+            raise AssertionError("local blocks of a kind are counted wrong")
 
 
 def _check_states(sequence: KVSequence) -> None:

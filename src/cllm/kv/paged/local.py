@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from cllm.kv.block_names import local_names, state_names
 from cllm.kv.eviction import EvictionPolicy, computing
-from cllm.kv.groups import LocalBlock, LocalTable
+from cllm.kv.groups import BlockTally, LocalBlock, LocalTable
 from cllm.kv.ops import BlockGeometry
 from cllm.kv.paged.block_table import BlockNode
 from cllm.kv.paged.holder_ids import HolderIds
@@ -101,8 +101,7 @@ class LocalMemory:
         """All snapshots."""
         self.evictable = 0
         """Cells of blocks that are only kept."""
-        self.taken = 0
-        """Cells of all blocks."""
+        self.windows, self.states = BlockTally(), BlockTally()
         self.all: dict[int, LocalBlock] = {}
         """By their ids as holders."""
         self._block_size = block_size
@@ -125,36 +124,40 @@ class LocalMemory:
         """New blocks at the end of a table, from cells that were just allocated."""
         size = self.shape.cells
         for first in range(0, len(cells), size):
-            table.append(self.new(cells[first : first + size]))
+            table.append(self.new(cells[first : first + size], self.windows))
 
-    def new(self, cells: list[int]) -> LocalBlock:
+    def new(self, cells: list[int], tally: BlockTally) -> LocalBlock:
         """A block with one user."""
-        block = LocalBlock(cells)
+        block = LocalBlock(cells, tally)
         block.users = 1
         block.number = self._holders.assign(block)
         self.all[block.number] = block
-        self.taken += len(cells)
+        tally.all += 1
         self._pool.hand_over(cells, block.number)
         return block
 
     def use(self, block: LocalBlock) -> None:
         if block.users == 0:
-            self.evictable -= len(block.cells)
+            self._count_evictable(block, -1)
         block.users += 1
 
     def leave(self, block: LocalBlock) -> None:
         block.users -= 1
         if block.users == 0:
-            self.evictable += len(block.cells)
+            self._count_evictable(block, 1)
             if block.kept == 0:
                 self._free(block)
 
     def _free(self, block: LocalBlock) -> None:
-        self.evictable -= len(block.cells)
-        self.taken -= len(block.cells)
+        self._count_evictable(block, -1)
+        block.tally.all -= 1
         self._pool.release(block.cells)
         self._holders.release(block.number)
         del self.all[block.number]
+
+    def _count_evictable(self, block: LocalBlock, change: int) -> None:
+        block.tally.evictable += change
+        self.evictable += change * len(block.cells)
 
     # -- tables ------------------------------------------------------------------------------------------------
 
@@ -239,6 +242,12 @@ class LocalMemory:
             if ends:
                 return max(ends)
         return 0
+
+    def note_use(self, snapshot: LocalSnapshot) -> None:
+        """A sequence goes on from it."""
+        snapshot.hits += 1
+        self.touch(snapshot)
+        self._counts.used += 1
 
     def drop(self, snapshot: LocalSnapshot) -> None:
         marks = snapshot.node.marks

@@ -53,7 +53,7 @@ class LocalTables:
             sequence.local = local.enter(snapshot, end)
         self.states.enter(sequence, None if snapshot is None else snapshot.state, end * self._arena.block_size)
         if snapshot is not None:
-            local.touch(snapshot)
+            local.note_use(snapshot)
 
     def begin(self, sequence: KVSequence, known: int) -> None:
         """Take blocks for the first chunks. `known`: how many tokens full layers have cached, where it parts from
@@ -131,7 +131,7 @@ class LocalTables:
             index = sequence.end // self._arena.block_size - table.first
             shared, copy = table.blocks[index], self._room.for_generation(self.cells, number, -1)
             self._arena.copy(shared.cells, copy)
-            table.blocks[index] = local.new(copy)
+            table.blocks[index] = local.new(copy, local.windows)
             table.refresh()
             local.leave(shared)
         if missing := self._window_missing(sequence, count):
@@ -191,7 +191,7 @@ class LocalTables:
         if windows is None or (state is None and self.states.cells):
             return
         to_pin = {tokens // size for tokens in sequence.to_pin}
-        snapshot = LocalSnapshot(found.node, windows, state)
+        snapshot = LocalSnapshot(found.node, windows, state, end)
         local.keep(snapshot, found.inside // self._arena.prefixes.tree.unit_bytes, to_pin)
 
     # -- going back --------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class LocalTables:
             sequence.local = local.enter(snapshot, end)
         self.states.go_back(sequence, None if snapshot is None else snapshot.state, end * size)
         if snapshot is not None:
-            self._memory().touch(snapshot)
+            self._memory().note_use(snapshot)
         return end * size
 
     def _own_place(self, sequence: KVSequence, length: int) -> int | None:

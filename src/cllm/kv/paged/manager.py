@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from cllm.kv.events import Listener
+from cllm.kv.groups import BlockTally, GroupKind
 from cllm.kv.ledger import Account
 from cllm.kv.manager import KVManager
 from cllm.kv.ops import BlockGeometry, BlockOps
@@ -347,12 +348,18 @@ class PagedKVManager(KVManager):
         arena, local = self.arena, self.arena.local
         if local is None:
             return (GroupUsage("full", arena.block_bytes, arena.referenced, arena.evictable),)
-        size, evictable = local.shape.cells, local.evictable // local.shape.cells
-        windows = GroupUsage("window", size * arena.block_bytes, len(local.all) - evictable, evictable)
-        full = GroupUsage(
-            "full", arena.block_bytes, arena.referenced - size * windows.used, arena.evictable - local.evictable
+        kinds: tuple[tuple[GroupKind, int, BlockTally], ...] = (
+            ("window", local.shape.cells, local.windows),
+            ("state", local.shape.state, local.states),
         )
-        return full, windows
+        others = [
+            GroupUsage(kind, cells * arena.block_bytes, tally.all - tally.evictable, tally.evictable)
+            for kind, cells, tally in kinds
+            if cells
+        ]
+        taken = sum(cells * tally.all for _, cells, tally in kinds)
+        used = arena.referenced - (taken - local.evictable)
+        return GroupUsage("full", arena.block_bytes, used, arena.evictable - local.evictable), *others
 
     def view(self) -> KVView:
         return paged_view(self.arena)

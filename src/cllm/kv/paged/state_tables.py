@@ -130,7 +130,7 @@ class StateTables:
     def _new(self, sequence: KVSequence, count: int) -> list[LocalBlock]:
         memory, size = self._memory(), self.cells
         cells = self._room.for_prompt(count * size, allocation_of(sequence).number)
-        return [memory.new(cells[first : first + size]) for first in range(0, len(cells), size)]
+        return [memory.new(cells[first : first + size], memory.states) for first in range(0, len(cells), size)]
 
     def _memory(self) -> LocalMemory:
         local = self._arena.local
