@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from architecture_kit import TINY, write_tiny
+from architecture_kit import TINY, WITHOUT_STATES, write_tiny
 from cllm.backends.base import Chunk
 from cllm.backends.native import NativeBackend
 from cllm.kv.groups import LocalBlock, LocalTable
@@ -23,7 +23,7 @@ LIMIT = 2e-3
 """RMS of the differences, in standard deviations of the logits; K and V are f16 in the engine."""
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", WITHOUT_STATES)
 def test_the_logits_of_the_plain_model(name: str, tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "tiny.gguf", TINY[name])
     tokens = np.random.default_rng(1).integers(0, 97, LENGTH).tolist()

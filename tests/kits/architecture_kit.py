@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from cllm.models.architectures import ARCHITECTURES
 from cllm.models.gguf import GGUFModel
 from cllm.models.gguf_decoder import decoder_spec
-from cllm.models.spec import ModelSpec
+from cllm.models.spec import LayerSpec, Mamba2Spec, ModelSpec
 from cllm.models.tensors import TensorSpec, all_tensors
 from gguf_kit import add_value, write_gguf
 
 Floats = NDArray[np.float32]
+_NOT_QUANTISED = ("ssm_a", "ssm_d", "ssm_norm", "ssm_conv1d", "conv")
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 97,
@@ -46,12 +47,14 @@ class TinyArchitecture:
     head_dim: int = 32
     biases: tuple[str, ...] = ()
     """Roles that have one."""
-    fused: bool = False
-    """Queries, keys and values are one tensor, and so are gate and up."""
+    fused: tuple[str, ...] = ()
+    """What is one tensor: queries, keys and values (qkv), gate and up (gate_up)."""
     factors: Mapping[str, float] = field(default_factory=dict)
     """Tensors of factors for the rotation, which grow from 1 to so much; their length is half of what is turned."""
     lacks: tuple[str, ...] = ()
     """Tensors that would be there."""
+    has: tuple[str, ...] = ()
+    """Tensors that the layers' sizes do not ask for; one of the first layer stands for all."""
     scales: bool = False
     """Every layer has an output scale."""
 
@@ -103,7 +106,7 @@ LONGROPE = TinyArchitecture(
         "rope.scaling.attn_factor": 1.19,
     },
     head_dim=16,
-    fused=True,
+    fused=("qkv", "gate_up"),
     factors={"rope_factors_long": 8.0, "rope_factors_short": 1.5},
 )
 EXAONE4 = TinyArchitecture(
@@ -111,6 +114,26 @@ EXAONE4 = TinyArchitecture(
     {"block_count": 64, "attention.sliding_window": 16, "feed_forward_length": 32},
     head_dim=16,
     factors={"rope_freqs": 8.0},
+)
+MAMBA2 = {
+    "ssm.conv_kernel": 4,
+    "ssm.inner_size": 128,
+    "ssm.state_size": 16,
+    "ssm.time_step_rank": 8,
+    "ssm.group_count": 2,
+}
+QWEN35 = TinyArchitecture(
+    "qwen35",
+    {
+        "ssm.conv_kernel": 4,
+        "ssm.inner_size": 96,
+        "ssm.state_size": 16,
+        "ssm.time_step_rank": 6,
+        "ssm.group_count": 2,
+        "rope.dimension_count": 8,
+        "rope.dimension_sections": [11, 11, 10, 0],
+        "full_attention_interval": 4,
+    },
 )
 SCALED_GRANITE = {"attention.scale": 0.1, "embedding_scale": 3.0, "residual_scale": 0.4, "logit_scale": 5.0}
 
@@ -154,7 +177,7 @@ TINY: Mapping[str, TinyArchitecture] = {
     ),
     "phi3": LONGROPE,
     "phi3, short": replace(LONGROPE, keys={**LONGROPE.keys, "rope.scaling.original_context_length": 256}),
-    "phi3, windows": TinyArchitecture("phi3", {"attention.sliding_window": 16}, head_dim=16, fused=True),
+    "phi3, windows": TinyArchitecture("phi3", {"attention.sliding_window": 16}, head_dim=16, fused=("qkv", "gate_up")),
     "granite": TinyArchitecture("granite", SCALED_GRANITE),
     "granite without positions": TinyArchitecture("granite", SCALED_GRANITE | {"rope.scaling.finetuned": False}),
     "smollm3": TinyArchitecture("smollm3"),
@@ -162,11 +185,54 @@ TINY: Mapping[str, TinyArchitecture] = {
     "olmo3": TinyArchitecture("olmo2", YARN | {"attention.sliding_window": 16}, head_dim=16),
     "exaone4": EXAONE4,
     "exaone4 without windows": TinyArchitecture("exaone4", head_dim=16),
-    "glm4": TinyArchitecture("glm4", {"rope.dimension_count": 16}, fused=True, biases=("attn_q", "attn_k", "attn_v")),
+    "glm4": TinyArchitecture(
+        "glm4", {"rope.dimension_count": 16}, fused=("qkv", "gate_up"), biases=("attn_q", "attn_k", "attn_v")
+    ),
     "ernie4_5": TinyArchitecture("ernie4_5"),
     "hunyuan-dense": TinyArchitecture("hunyuan-dense", {"rope.scaling.alpha": 1000.0}),
     "seed_oss": TinyArchitecture("seed_oss", biases=("attn_q", "attn_k", "attn_v")),
+    "qwen35": QWEN35,
+    "qwen35, listed layers": replace(
+        QWEN35,
+        keys={
+            **{key: value for key, value in QWEN35.keys.items() if key != "full_attention_interval"},
+            "attention.recurrent_layers": [True, False, True, False],
+            "rope.dimension_count": 32,
+            "rope.dimension_sections": [4, 4, 4, 4],
+        },
+        fused=("qkv",),
+    ),
+    "lfm2": TinyArchitecture("lfm2", {"shortconv.l_cache": 3, "attention.head_count_kv": [0, 0, 2, 0]}, head_dim=16),
+    "granitehybrid": TinyArchitecture(
+        "granitehybrid",
+        MAMBA2 | SCALED_GRANITE | {"attention.head_count_kv": [0, 2, 0, 0], "rope.scaling.finetuned": False},
+    ),
+    "granitehybrid, positions": TinyArchitecture(
+        "granitehybrid", MAMBA2 | SCALED_GRANITE | {"ssm.group_count": 1, "attention.head_count_kv": [0, 2, 0, 0]}
+    ),
+    "nemotron_h": TinyArchitecture(
+        "nemotron_h",
+        MAMBA2
+        | {
+            "block_count": 5,
+            "attention.head_count_kv": [0, 0, 2, 0, 0],
+            "feed_forward_length": [0, 96, 0, 0, 64],
+            "attention.layer_norm_epsilon": 1e-3,
+        },
+        biases=("attn_output",),
+    ),
+    "falcon-h1": TinyArchitecture("falcon-h1", MAMBA2),
+    "falcon-h1, norms": TinyArchitecture("falcon-h1", MAMBA2, has=("blk.0.ssm_norm.weight",)),
+    "mamba2": TinyArchitecture(
+        "mamba2",
+        MAMBA2 | {"attention.head_count": 0, "attention.head_count_kv": 0, "feed_forward_length": 0},
+        head_dim=0,
+    ),
 }
+
+
+WITHOUT_STATES = [name for name, tiny in TINY.items() if ARCHITECTURES[tiny.architecture].recurrence is None]
+"""Those that an engine without recurrences can run."""
 
 
 def write_tiny(path: Path, tiny: TinyArchitecture, kind: GGMLQuantizationType = GGMLQuantizationType.F32) -> Path:
@@ -176,7 +242,7 @@ def write_tiny(path: Path, tiny: TinyArchitecture, kind: GGMLQuantizationType = 
     for key, value in metadata.items():
         add_value(writer, key, value)
     for name, values in tensors.items():
-        if values.ndim == 2:
+        if values.ndim == 2 and not name.split(".")[-2 if name.endswith(".weight") else -1].startswith(_NOT_QUANTISED):
             writer.add_tensor(name, quantize(values, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, values)
@@ -190,13 +256,14 @@ def write_tiny(path: Path, tiny: TinyArchitecture, kind: GGMLQuantizationType = 
 def _tensors(path: Path, tiny: TinyArchitecture) -> dict[str, Floats]:
     rng = np.random.default_rng(7)
     spec = _spec(path, tiny)
-    found = {item.name: _values(rng, item) for item in _named(tiny, spec) if item.name not in tiny.lacks}
+    found = {item.name: _stored(spec, item, _values(rng, item)) for item in _named(tiny, spec)}
+    found = {name: values for name, values in found.items() if name not in tiny.lacks}
     dims = tiny.keys.get("rope.dimension_count", tiny.head_dim)
     for name, most in tiny.factors.items():
         found[f"{name}.weight"] = np.geomspace(1.0, most, dims // 2, dtype=np.float32)
     if tiny.fused:
-        for index in range(spec.n_layers):
-            _fuse(found, f"blk.{index}.", tiny.biases)
+        for index in (index for index, layer in enumerate(spec.layers) if layer.attention is not None):
+            _fuse(found, f"blk.{index}.", tiny)
     return found
 
 
@@ -208,34 +275,33 @@ def _spec(path: Path, tiny: TinyArchitecture) -> ModelSpec:
         present = {f"blk.{i}.attn_v.weight": np.ones((1, 1), np.float32) for i in range(64)}
         for name in tiny.lacks:
             present.pop(name, None)
+        present |= {name: np.ones((1, 1), np.float32) for name in tiny.has}
         write_gguf(probe, tiny.metadata(), architecture=tiny.architecture, tensors=tensors | present)
         spec = decoder_spec(GGUFModel.open(probe))
     finally:
         probe.unlink(missing_ok=True)
-    layers = tuple(
-        replace(
-            layer,
-            attention=replace(
-                layer.attention, qkv_bias="attn_q" in tiny.biases, output_bias="attn_output" in tiny.biases
-            ),
-        )
-        for layer in spec.layers
-    )
+    layers = tuple(_with_biases(tiny, layer) for layer in spec.layers)
     return replace(spec, layers=layers, tied=tiny.architecture.startswith("gemma"))
 
 
+def _with_biases(tiny: TinyArchitecture, layer: LayerSpec) -> LayerSpec:
+    if layer.attention is None:
+        return layer
+    attention = replace(layer.attention, qkv_bias="attn_q" in tiny.biases, output_bias="attn_output" in tiny.biases)
+    return replace(layer, attention=attention)
+
+
 def _named(tiny: TinyArchitecture, spec: ModelSpec) -> list[TensorSpec]:
-    names = ARCHITECTURES[tiny.architecture].names
-    return [
-        item._replace(name=item.name.replace(item.role, names[item.role])) if item.role in names else item
-        for item in all_tensors(spec)
-    ]
+    names = ARCHITECTURES[tiny.architecture]
+    return [item._replace(name=names.name_in_file(item)) for item in all_tensors(spec)]
 
 
 def _values(rng: np.random.Generator, item: TensorSpec) -> Floats:
     """Large enough that every part of a model matters."""
     if item.role == "layer_output_scale" or item.role.endswith("norm"):
         found = rng.uniform(0.5, 1.5, item.shape)
+    elif item.role == "ssm_a":
+        found = -rng.uniform(0.1, 2.0, item.shape)
     elif item.role.endswith(".bias"):
         found = rng.normal(0, 0.3, item.shape)
     else:
@@ -243,9 +309,18 @@ def _values(rng: np.random.Generator, item: TensorSpec) -> Floats:
     return found.astype(np.float32)
 
 
-def _fuse(tensors: dict[str, Floats], prefix: str, biases: tuple[str, ...]) -> None:
-    for kind in ("weight", "bias") if "attn_q" in biases else ("weight",):
+def _stored(spec: ModelSpec, item: TensorSpec, values: Floats) -> Floats:
+    """As files have it: some vectors of Mamba 2 with rows."""
+    recurrence = spec.layers[item.layer].recurrence
+    if item.role not in ("ssm_a", "ssm_d", "ssm_norm") or not isinstance(recurrence, Mamba2Spec):
+        return values
+    return values.reshape((recurrence.n_groups, -1) if item.role == "ssm_norm" else (-1, 1))
+
+
+def _fuse(tensors: dict[str, Floats], prefix: str, tiny: TinyArchitecture) -> None:
+    for kind in ("weight", "bias") if "attn_q" in tiny.biases else ("weight",):
         parts = [tensors.pop(f"{prefix}attn_{part}.{kind}") for part in "qkv"]
         tensors[f"{prefix}attn_qkv.{kind}"] = np.concatenate(parts)
-    gate = tensors.pop(f"{prefix}ffn_gate.weight")
-    tensors[f"{prefix}ffn_up.weight"] = np.concatenate((gate, tensors[f"{prefix}ffn_up.weight"]))
+    if "gate_up" in tiny.fused:
+        gate = tensors.pop(f"{prefix}ffn_gate.weight")
+        tensors[f"{prefix}ffn_up.weight"] = np.concatenate((gate, tensors[f"{prefix}ffn_up.weight"]))

@@ -13,7 +13,7 @@ import pytest
 from architecture_kit import TINY, write_tiny
 from cllm.models.architectures import ARCHITECTURES
 from cllm.models.dequantise import DEQUANTISED
-from cllm.models.features import FEATURES, features_of
+from cllm.models.features import FEATURES, STATES, features_of
 from cllm.models.gguf import GGUFModel
 from cllm.models.gguf_decoder import decoder_spec, stored_tensors, unsupported_reason
 from cllm.models.spec import ModelSpec
@@ -99,7 +99,7 @@ WITHOUT: dict[str, tuple[str, Callable[[ModelSpec], ModelSpec]]] = {
 }
 BY_THEIR_TENSORS = {
     "biases of outputs", "norms over all heads", "K/V of other layers", "values made from keys",
-    "layers of different sizes",
+    "layers of different sizes", "gated attention", "ungated feed-forward", "layers of one part", *STATES,
 }  # fmt: skip
 """Features without which the file's tensors could not be loaded."""
 

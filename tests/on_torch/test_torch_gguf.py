@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from architecture_kit import TINY, write_tiny
+from architecture_kit import TINY, WITHOUT_STATES, write_tiny
 from cllm.backends.torch.backend import TorchBackend
 from cllm.backends.torch.batch import make_batch
 from cllm.backends.torch.sources import open_source, spec_of, unsupported
@@ -67,7 +67,7 @@ def test_small_models_are_what_native_computes(options: dict[str, object], tmp_p
     assert (found.argmax(1) == expected.argmax(1)).mean() > (0.8 if rounded else 0.97)
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", WITHOUT_STATES)
 def test_every_architecture_is_what_its_description_says(name: str, tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "tiny.gguf", TINY[name])
     tokens = [token % 97 for token in TOKENS[:70]]

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cllm.models.gguf import GGUFModel
-from cllm.models.spec import LayerSpec
+from cllm.models.gguf_recurrence import read_delta_net, read_mamba2, read_short_conv
+from cllm.models.spec import Activation, LayerSpec, RecurrenceSpec
+from cllm.models.tensors import TensorSpec
 
 LayerChange = Callable[[GGUFModel, int, bool, LayerSpec], LayerSpec]
 """Makes the layer of this index, which is a sliding one or not, what it really is."""
@@ -41,15 +43,23 @@ class Architecture:
     """Whether its files may have tensors of what slows down the turning."""
     norms: Literal["before", "after", "both"] = "before"
     qk_norm: Literal["", "head", "row"] = ""
-    activation: Literal["silu", "gelu"] = "silu"
+    activation: Activation = "silu"
+    """relu2: its feed-forward has no gate."""
+    recurrence: Callable[[GGUFModel], RecurrenceSpec] | None = None
+    """What layers have that carry a state."""
     scaled_embedding: bool = False
     """By the square root of its size."""
     windows: Windows | None = None
     keys: Mapping[str, float] = field(default_factory=dict)
     """Keys that mean something here, not everywhere: what they are in files that lack them."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Roles of tensors that have another name in its files."""
+    """Tensors that have another name in its files: both without the layer's number."""
     layer: LayerChange | None = None
+
+    def name_in_file(self, item: TensorSpec) -> str:
+        layer = f"blk.{item.layer}." if item.layer >= 0 else ""
+        name = item.name.removeprefix(layer)
+        return layer + self.names.get(name, name)
 
 
 def _wide(n_layers: int) -> LayerChange:
@@ -88,15 +98,32 @@ def _granite(model: GGUFModel, index: int, slides: bool, layer: LayerSpec) -> La
     return layer if turns else _unturned(layer)
 
 
+def _nemotron_h(model: GGUFModel, index: int, slides: bool, layer: LayerSpec) -> LayerSpec:
+    return _unturned(layer)
+
+
+def _qwen35(model: GGUFModel, index: int, slides: bool, layer: LayerSpec) -> LayerSpec:
+    return layer if layer.attention is None else replace(layer, attention=replace(layer.attention, gated=True))
+
+
 def _hunyuan(model: GGUFModel, index: int, slides: bool, layer: LayerSpec) -> LayerSpec:
     return replace(layer, attention=replace(layer.attends, qk_norm_last=True))
 
 
 def _unturned(layer: LayerSpec) -> LayerSpec:
-    return replace(layer, attention=replace(layer.attends, rotation=None))
+    return layer if layer.attention is None else replace(layer, attention=replace(layer.attention, rotation=None))
 
 
+_FFN_NORM_AFTER_ATTENTION = {"ffn_norm.weight": "post_attention_norm.weight"}
 _GEMMA = Architecture("Gemma", activation="gelu", scaled_embedding=True)
+
+_GRANITE = Architecture(
+    "Granite 3 (dense)",
+    neox=False,
+    divisors=True,
+    keys={"attention.scale": 0.0, "embedding_scale": 0.0, "residual_scale": 0.0, "logit_scale": 0.0},
+    layer=_granite,
+)
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("Llama 2 and 3, Mistral 7B, SmolLM2, TinyLlama", neox=False, divisors=True),
@@ -134,13 +161,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         layer=_gemma4,
     ),
     "phi3": Architecture("Phi-3, Phi-3.5 mini, Phi-4, Phi-4 mini", divisors=True, windows=Windows(period=0)),
-    "granite": Architecture(
-        "Granite 3 (dense)",
-        neox=False,
-        divisors=True,
-        keys={"attention.scale": 0.0, "embedding_scale": 0.0, "residual_scale": 0.0, "logit_scale": 0.0},
-        layer=_granite,
-    ),
+    "granite": _GRANITE,
+    "granitehybrid": replace(_GRANITE, models="Granite 4 H (dense)", recurrence=read_mamba2),
     "smollm3": Architecture("SmolLM3", neox=False, layer=_smollm3),
     "olmo2": Architecture("OLMo 2 and 3", norms="after", qk_norm="row", windows=Windows(period=4, base=0.0)),
     "exaone4": Architecture(
@@ -151,5 +173,29 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "hunyuan-dense": Architecture(
         "Hunyuan dense", divisors=True, qk_norm="head", keys={"rope.scaling.alpha": 0.0}, layer=_hunyuan
     ),
-    "seed_oss": Architecture("Seed-OSS", names={"ffn_norm": "post_attention_norm"}),
+    "seed_oss": Architecture("Seed-OSS", names=_FFN_NORM_AFTER_ATTENTION),
+    "qwen35": Architecture(
+        "Qwen3.5 to 3.8 (dense)",
+        qk_norm="head",
+        recurrence=read_delta_net,
+        keys={"rope.dimension_sections": 0.0, "nextn_predict_layers": 0.0},
+        names=_FFN_NORM_AFTER_ATTENTION,
+        layer=_qwen35,
+    ),
+    "lfm2": Architecture(
+        "LFM2, LFM2.5 (dense)",
+        qk_norm="head",
+        recurrence=read_short_conv,
+        names={"output_norm.weight": "token_embd_norm.weight"},
+    ),
+    "nemotron_h": Architecture(
+        "Nemotron-H, Nemotron Nano 2 (dense)",
+        activation="relu2",
+        recurrence=read_mamba2,
+        keys={"attention.layer_norm_epsilon": 0.0},
+        names={"ffn_norm.weight": "attn_norm.weight"},
+        layer=_nemotron_h,
+    ),
+    "falcon-h1": Architecture("Falcon-H1", recurrence=read_mamba2, names={"ffn_norm.weight": "ffn_norm"}),
+    "mamba2": Architecture("Mamba 2, Codestral Mamba", recurrence=read_mamba2),
 }

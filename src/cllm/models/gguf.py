@@ -69,6 +69,11 @@ class GGUFModel:
         most = max(sizes, key=lambda kind: sizes[kind])
         return str(GGMLQuantizationType(most).name)
 
+    @property
+    def left_aside(self) -> int:
+        """Layers behind the others that predict further tokens (MTP), which are not used."""
+        return self.keys.count("nextn_predict_layers", 0) if self.spec.recurrent else 0
+
     def get(self, key: str, default: T) -> T:
         """The value of `key`, which must be of the default's type (a `None` default takes any type)."""
         return self.keys.get(key, default)

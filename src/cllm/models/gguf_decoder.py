@@ -29,10 +29,15 @@ from cllm.models.gguf_rotation import (
     rope_dims,
     scaling,
 )
-from cllm.models.spec import FeedForwardSpec, LayerSpec, ModelSpec, Rotation, Temperature
+from cllm.models.spec import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, Rotation, Temperature
 from cllm.models.tensors import TensorSpec, all_tensors, layer_tensors, outer_tensors
 
 _FACTORS = (FREQUENCIES, LONG, SHORT)
+_VECTORS_IN_ROWS = ("ssm_a", "ssm_d", "ssm_norm")
+"""Files have them as matrices, the norm with a row for each group."""
+_OPTIONAL = ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias")
+_ATTENTION = AttentionSpec(1, 1, 1, 1, qkv_bias=True, output_bias=True)
+"""Has all tensors that it may have."""
 _QKV = ("attn_q", "attn_k", "attn_v")
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,8})\.(.+)")
 
@@ -66,7 +71,7 @@ def unsupported_reason(model: GGUFModel, types: Container[int], features: Contai
         return "it ranks documents instead of generating text (pooling_type 4)"
     if not model.is_causal:
         return "its attention is not causal"
-    for check in (_unsupported_experts, _unsupported_keys, _unsupported_rope, _unsupported_heads):
+    for check in (_unsupported_experts, _unsupported_layers, _unsupported_keys, _unsupported_rope, _unsupported_heads):
         reason = check(model, architecture)
         if reason is not None:
             return reason
@@ -77,12 +82,15 @@ def decoder_spec(model: GGUFModel, context: int | None = None) -> ModelSpec:
     """All of a model for which there is no `unsupported_reason`, for texts of up to `context` tokens (by default as
     many as it was trained for): LongRoPE turns keys in another way where they may be long."""
     architecture, keys = ARCHITECTURES[model.spec.architecture], model.keys
-    full = read_rotation(model, architecture, context or model.spec.context_length)
+    full = None
+    if model.spec.attentions:
+        full = read_rotation(model, architecture, context or model.spec.context_length)
+    rms_eps = _number(model, architecture, "attention.layer_norm_epsilon") or None
     logit_scale = _number(model, architecture, "logit_scale")
     return replace(
         model.spec,
         layers=_read_layers(model, architecture, full),
-        rms_eps=keys.positive("attention.layer_norm_rms_epsilon", None),
+        rms_eps=keys.positive("attention.layer_norm_rms_epsilon", rms_eps),
         embedding_scale=(
             math.sqrt(model.spec.n_embd)
             if architecture.scaled_embedding
@@ -98,57 +106,74 @@ def decoder_spec(model: GGUFModel, context: int | None = None) -> ModelSpec:
 def stored_tensors(model: GGUFModel, spec: ModelSpec) -> Iterator[TensorSpec]:
     """The tensors to load, as they are in the file, with their sizes checked. Raises at the first one missing, however
     many are claimed."""
-    names = ARCHITECTURES[spec.architecture].names
+    architecture = ARCHITECTURES[spec.architecture]
     for item in all_tensors(spec):
-        found, whole = _find(model, spec, item, names.get(item.role, item.role))
+        found, whole = _find(model, spec, item._replace(name=architecture.name_in_file(item)))
         if found.name in model.tensors:
-            check_size(model, found.name, *reversed((whole, *item.shape[1:])))
+            if item.role not in _VECTORS_IN_ROWS or math.prod(model.tensors[found.name].shape) != whole:
+                check_size(model, found.name, *reversed((whole, *item.shape[1:])))
             yield found
-        elif not item.role.endswith(".bias"):
+        elif not item.role.endswith(_OPTIONAL):
             raise ModelError(f"{model.path}: the tensor {found.name} is missing; {DAMAGED_ADVICE}")
 
 
-def _find(model: GGUFModel, spec: ModelSpec, item: TensorSpec, role: str) -> tuple[TensorSpec, int]:
+def _find(model: GGUFModel, spec: ModelSpec, item: TensorSpec) -> tuple[TensorSpec, int]:
     """Where a tensor lies, and how many rows are there (of a vector: values)."""
-    if role != item.role:
-        item = item._replace(name=item.name.replace(item.role, role))
     if item.layer < 0:
         return item, item.shape[0]
-    attention, prefix = spec.layers[item.layer].attends, f"blk.{item.layer}."
+    layer, prefix = spec.layers[item.layer], f"blk.{item.layer}."
     part, _, kind = item.name.removeprefix(prefix).partition(".")
     fused = f"{prefix}attn_qkv.{kind}"
     if part in _QKV and item.name not in model.tensors and fused in model.tensors:
-        first = {"attn_q": 0, "attn_k": attention.q_size, "attn_v": attention.q_size + attention.k_size}[part]
+        attention = layer.attends
+        first = {"attn_q": 0, "attn_k": attention.q_rows, "attn_v": attention.q_rows + attention.k_size}[part]
         return item._replace(name=fused, first=first), attention.qkv_size
     up = model.tensors.get(f"{prefix}ffn_up.weight")
-    if part in ("ffn_gate", "ffn_up") and up is not None and up.shape[1:] == (2 * item.rows,):
+    gated = part in ("ffn_gate", "ffn_up") and layer.feeds.gated
+    if gated and up is not None and up.shape[1:] == (2 * item.rows,):
         first = item.rows if part == "ffn_up" else 0
         return item._replace(name=f"{prefix}ffn_up.weight", first=first), 2 * item.rows
     return item, item.shape[0]
 
 
-def _read_layers(model: GGUFModel, architecture: Architecture, full: Rotation) -> tuple[LayerSpec, ...]:
+def _read_layers(model: GGUFModel, architecture: Architecture, full: Rotation | None) -> tuple[LayerSpec, ...]:
     sizes, window = model.spec.layers, _read_window(model, architecture)
+    recurrence = architecture.recurrence and architecture.recurrence(model)
     sliding = [False] * len(sizes)
     if window and architecture.windows is not None:
         sliding = model.keys.sliding(len(sizes), architecture.windows.period)
     common = _common_attention(model, architecture, full)
     kinds: dict[LayerSpec, LayerSpec] = {}
     layers = []
-    for index, n_ff in enumerate(model.keys.sizes("feed_forward_length", len(sizes))):
-        attention, slides = replace(sizes[index].attends, **common), sliding[index]
-        if slides:
-            assert architecture.windows is not None
+    for index, n_ff in enumerate(_read_widths(model, architecture)):
+        attention, slides = sizes[index].attention, sliding[index]
+        if attention is not None:
+            attention = replace(attention, **common)
+        if attention is not None and slides:
+            assert architecture.windows is not None and full is not None
             turned = read_sliding_rotation(model.keys, full, architecture.windows.base, attention.head_dim_k)
             attention = replace(attention, rotation=turned, window=window if window < model.spec.context_length else 0)
-        layer = LayerSpec(attention, FeedForwardSpec(n_ff, architecture.activation), architecture.norms)
+        layer = LayerSpec(
+            attention,
+            FeedForwardSpec(n_ff, architecture.activation, architecture.activation != "relu2") if n_ff else None,
+            architecture.norms,
+            recurrence=recurrence if sizes[index].recurrence is not None else None,
+        )
         if architecture.layer is not None:
             layer = architecture.layer(model, index, slides, layer)
         layers.append(kinds.setdefault(layer, layer))
     return tuple(layers)
 
 
-def _common_attention(model: GGUFModel, architecture: Architecture, full: Rotation) -> dict[str, Any]:
+def _read_widths(model: GGUFModel, architecture: Architecture) -> list[int]:
+    """Values between the matrices of each layer's feed-forward; 0: the layer has none."""
+    keys, suffix, n_layers = model.keys, "feed_forward_length", model.spec.n_layers
+    if architecture.recurrence is None:
+        return keys.sizes(suffix, n_layers)
+    return keys.counts(suffix, n_layers)
+
+
+def _common_attention(model: GGUFModel, architecture: Architecture, full: Rotation | None) -> dict[str, Any]:
     """Fields of `AttentionSpec`."""
     beta = _number(model, architecture, "attention.temperature_scale")
     length = model.keys.size("rope.scaling.original_context_length", model.spec.context_length)
@@ -185,6 +210,12 @@ def _unsupported_experts(model: GGUFModel, architecture: Architecture) -> str | 
     return None
 
 
+def _unsupported_layers(model: GGUFModel, architecture: Architecture) -> str | None:
+    if architecture.recurrence is None and (model.spec.recurrent or len(model.spec.attentions) < model.spec.n_layers):
+        return f"not every layer of it is attention, as it is in {model.spec.architecture}"
+    return None
+
+
 def _unsupported_keys(model: GGUFModel, architecture: Architecture) -> str | None:
     for suffix, harmless in _UNSUPPORTED_KEYS.items():
         value = model.keys.any(suffix)
@@ -201,6 +232,8 @@ def _unsupported_rope(model: GGUFModel, architecture: Architecture) -> str | Non
     if kind not in SCALINGS:
         return f"its RoPE scaling is {_shown(kind)}, not one of {', '.join(SCALINGS)}"
     heads = {attention.head_dim_k for attention in model.spec.attentions}
+    if not heads:
+        return None
     dims, sliding = rope_dims(model), model.keys.count("rope.dimension_count_swa", min(heads))
     for turned, head_dim in ((dims, max(heads)), (sliding, min(heads))):
         if not 0 < turned <= head_dim or turned % 2:
@@ -221,6 +254,8 @@ def _unsupported_tensors(model: GGUFModel, architecture: Architecture, types: Co
     known = _known_tensors(model, architecture)
     for name, info in model.tensors.items():
         match = _LAYER_TENSOR.fullmatch(name)
+        if match is not None and 0 <= int(match[1]) - model.spec.n_layers < model.left_aside:
+            continue
         in_layer = match is not None and int(match[1]) < model.spec.n_layers and f"blk.0.{match[2]}" in known
         if not in_layer and (match is not None or name not in known):
             return f"it has the tensor {_shown(name)}, which is unknown for {model.spec.architecture}"
@@ -241,12 +276,12 @@ def _known_tensors(model: GGUFModel, architecture: Architecture) -> set[str]:
     """Names that tensors may have; those of layers as if they were of the first one."""
     inputs = model.keys.count("embedding_length_per_layer_input", 0)
     spec = replace(model.spec, tied=False, layer_input_size=inputs)
-    attention = replace(
-        spec.layers[0].attends, qkv_bias=True, output_bias=True, qk_norm=architecture.qk_norm, kv_from=None
-    )
+    attention = replace(_ATTENTION, qk_norm=architecture.qk_norm) if spec.attentions else None
     layer = LayerSpec(attention, norms=architecture.norms, output_scale=spec.architecture == "gemma4")
     items = [*outer_tensors(spec), *layer_tensors(spec, layer, 0)]
-    names = {item.name.replace(item.role, architecture.names.get(item.role, item.role)) for item in items}
+    if architecture.recurrence is not None:
+        items += layer_tensors(spec, LayerSpec(None, recurrence=architecture.recurrence(model)), 0)
+    names = set(map(architecture.name_in_file, items))
     if "blk.0.attn_q.weight" not in model.tensors:
         names |= {"blk.0.attn_qkv.weight", "blk.0.attn_qkv.bias"}
     return names | set(_FACTORS if architecture.divisors else ())

@@ -78,6 +78,13 @@ class Keys:
         value = self.any(suffix)
         return default if value is None else self.size(suffix) if value else 0
 
+    def counts(self, suffix: str, n_layers: int) -> list[int]:
+        """One for each layer, which may be 0; none if the key is missing. Layers behind those may have some, too."""
+        value = self.any(suffix)
+        if isinstance(value, list) and len(value) >= n_layers:
+            return [self.checked_count(suffix, entry) for entry in value[:n_layers]]
+        return [self.count(suffix, 0)] * n_layers
+
     def checked_count(self, suffix: str, value: Any) -> int:
         """An entry of a list, which may be 0."""
         return self._checked(suffix, value) if value != 0 or type(value) is not int else 0

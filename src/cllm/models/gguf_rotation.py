@@ -10,6 +10,7 @@ import numpy as np
 from cllm.errors import ModelError
 from cllm.models.architectures import Architecture
 from cllm.models.gguf import DAMAGED_ADVICE, GGUFModel, TensorFile
+from cllm.models.gguf_header import short
 from cllm.models.gguf_keys import Keys
 from cllm.models.spec import Rotation
 
@@ -25,6 +26,8 @@ def read_rotation(model: GGUFModel, architecture: Architecture, context: int) ->
         base *= alpha ** (dims / (dims - 2))
     plain = Rotation(base, dims, architecture.neox, magnitude=keys.positive("rope.scaling.attn_factor", 1.0))
     kind, factor = scaling(keys), scaling_factor(keys)
+    if "rope.dimension_sections" in architecture.keys:
+        plain = replace(plain, divisors=_read_sections(keys, dims // 2))
     if architecture.divisors and (name := _divisors_name(model, context)) is not None:
         plain = replace(plain, divisors=_read_divisors(model, name, dims // 2))
     if kind == "yarn":
@@ -68,6 +71,19 @@ def _read_divisors(model: GGUFModel, name: str, pairs: int) -> tuple[float, ...]
     if not all(math.isfinite(value) and value > 0 for value in values):
         raise ModelError(f"{model.path}: the tensor {name} has factors that are not positive; {DAMAGED_ADVICE}")
     return tuple(values)
+
+
+def _read_sections(keys: Keys, pairs: int) -> tuple[float, ...] | None:
+    """Where pairs of dimensions take turns in following the time, the height and the width of an image, a text is at
+    the same position in all three. Pairs that follow none of them do not turn."""
+    sections = keys.any("rope.dimension_sections")
+    if not isinstance(sections, list) or not 3 <= len(sections) <= 4 or not all(type(n) is int for n in sections):
+        key = f"{keys.architecture}.rope.dimension_sections"
+        raise keys.wrong_kind(key, "missing" if sections is None else short(sections), "a list of 4 numbers")
+    if (whole := sum(sections)) <= 0:
+        return None
+    turns = [(pair % whole) < 3 * sections[pair % whole % 3] for pair in range(pairs)]
+    return None if all(turns) else tuple(1.0 if each else math.inf for each in turns)
 
 
 def _yarn(keys: Keys, plain: Rotation, factor: float) -> Rotation:

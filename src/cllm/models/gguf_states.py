@@ -11,6 +11,8 @@ _STATE_KEYS = ("ssm.conv_kernel", "ssm.state_size", "wkv.head_size", "shortconv.
 """Sizes of what layers have in place of attention, or beside it: more than zero in recurrent and hybrid models."""
 _WITHOUT_ATTENTION = frozenset(("mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"))
 _BOTH_IN_EVERY_LAYER = frozenset(("falcon-h1",))
+_OF_ONE_PART = frozenset(("nemotron_h", "nemotron_h_moe"))
+"""Every layer is attention, or carries a state, or is a feed-forward."""
 _FLOAT = 4
 
 
@@ -21,7 +23,7 @@ def carries_states(keys: Keys) -> bool:
 
 def read_layers(keys: Keys, n_embd: int, n_layers: int) -> tuple[LayerSpec, ...]:
     n_layers -= min(keys.count("nextn_predict_layers", 0), n_layers)
-    heads, kv_heads = _each(keys, "attention.head_count", n_layers), _each(keys, "attention.head_count_kv", n_layers)
+    heads, kv_heads = (keys.counts(f"attention.head_count{part}", n_layers) for part in ("", "_kv"))
     default = n_embd // (max(heads, default=0) or 1)
     dim_k, dim_v = (keys.count(f"attention.{part}_length", 0) or max(1, default) for part in ("key", "value"))
     recurrent = _recurrent(keys, n_layers, kv_heads)
@@ -40,14 +42,6 @@ def read_layers(keys: Keys, n_embd: int, n_layers: int) -> tuple[LayerSpec, ...]
     return tuple(layers)
 
 
-def _each(keys: Keys, suffix: str, n_layers: int) -> list[int]:
-    """One for each layer, which may be 0."""
-    value = keys.any(suffix)
-    if isinstance(value, list) and len(value) >= n_layers:
-        return [keys.checked_count(suffix, entry) for entry in value[:n_layers]]
-    return [keys.count(suffix, 0)] * n_layers
-
-
 def _recurrent(keys: Keys, n_layers: int, kv_heads: list[int]) -> list[bool]:
     if keys.architecture in _WITHOUT_ATTENTION | _BOTH_IN_EVERY_LAYER:
         return [True] * n_layers
@@ -55,7 +49,8 @@ def _recurrent(keys: Keys, n_layers: int, kv_heads: list[int]) -> list[bool]:
     if isinstance(named, list) and len(named) >= n_layers:
         return list(map(bool, named[:n_layers]))
     if 0 in kv_heads:
-        return [not count for count in kv_heads]
+        alone = keys.counts("feed_forward_length", n_layers) if keys.architecture in _OF_ONE_PART else [0] * n_layers
+        return [not heads and not n_ff for heads, n_ff in zip(kv_heads, alone, strict=True)]
     interval = keys.size("full_attention_interval", 4)
     return [(index + 1) % interval != 0 for index in range(n_layers)]
 

@@ -90,6 +90,11 @@ class AttentionSpec:
         return self.n_heads * self.head_dim_k
 
     @property
+    def q_rows(self) -> int:
+        """Rows of the queries' matrix."""
+        return self.q_size * (2 if self.gated else 1)
+
+    @property
     def k_size(self) -> int:
         return self.n_kv_heads * self.head_dim_k
 
@@ -99,7 +104,8 @@ class AttentionSpec:
 
     @property
     def qkv_size(self) -> int:
-        return self.q_size + self.k_size + self.v_size
+        """Rows of the matrices of queries, keys and values."""
+        return self.q_rows + self.k_size + self.v_size
 
     @property
     def output_size(self) -> int:

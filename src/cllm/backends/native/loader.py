@@ -6,13 +6,14 @@ before memory is allocated for them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from gguf import GGMLQuantizationType
 
 from cllm._native import Engine
 from cllm.errors import ConfigError, ModelError
-from cllm.models.features import FEATURES
+from cllm.models.features import FEATURES, STATES
 from cllm.models.gguf import DAMAGED_ADVICE, GGUFModel, TensorFile
 from cllm.models.gguf_decoder import decoder_spec, stored_tensors, unsupported_reason
 from cllm.models.gguf_header import TensorInfo
@@ -28,6 +29,7 @@ _TYPES = frozenset({
     GGMLQuantizationType.IQ3_S, GGMLQuantizationType.IQ3_XXS, GGMLQuantizationType.IQ2_S, GGMLQuantizationType.IQ2_XS,
     GGMLQuantizationType.IQ2_XXS,
 })  # fmt: skip
+_FEATURES = frozenset(FEATURES) - STATES - {"gated attention", "ungated feed-forward", "layers of one part"}
 _MAX_HEAD_DIM = 512
 _TILE_ROWS = 16
 _PIECE_BYTES = 16 << 20  # read and packed at a time
@@ -35,7 +37,7 @@ _PIECE_BYTES = 16 << 20  # read and packed at a time
 
 def unsupported(model: GGUFModel) -> str | None:
     """Why the native engine cannot run this model, as one clause; None: it can, unless the file is damaged."""
-    reason = unsupported_reason(model, _TYPES, FEATURES)
+    reason = unsupported_reason(model, _TYPES, _FEATURES)
     if reason is not None:
         return reason
     for head_dim in sorted({attention.head_dim_k for attention in model.spec.attentions}):
@@ -108,4 +110,4 @@ def _load_tensor(engine: Engine, model: GGUFModel, item: TensorSpec, file: Tenso
 
 def _unit_bytes(item: TensorSpec, info: TensorInfo) -> int:
     """Bytes of a row, or of a value of a vector."""
-    return info.size // info.shape[len(item.shape) - 1]
+    return info.size // (info.shape[1] if len(item.shape) > 1 else math.prod(info.shape))

@@ -1,0 +1,51 @@
+"""What a GGUF file says of layers that carry a state."""
+
+from __future__ import annotations
+
+from cllm.errors import ModelError
+from cllm.models.gguf import GGUFModel
+from cllm.models.gguf_keys import Keys
+from cllm.models.spec import DeltaNetSpec, Mamba2Spec, ShortConvSpec
+
+
+def read_delta_net(model: GGUFModel) -> DeltaNetSpec:
+    keys = model.keys
+    n_k_heads, n_v_heads, head_dim_v = _heads(keys)
+    return DeltaNetSpec(
+        n_k_heads=n_k_heads,
+        n_v_heads=n_v_heads,
+        head_dim_k=keys.size("ssm.state_size"),
+        head_dim_v=head_dim_v,
+        kernel=keys.size("ssm.conv_kernel"),
+        tiled=True,
+    )
+
+
+def read_mamba2(model: GGUFModel) -> Mamba2Spec:
+    keys = model.keys
+    n_groups, n_heads, head_dim = _heads(keys)
+    return Mamba2Spec(
+        n_heads=n_heads,
+        head_dim=head_dim,
+        state_size=keys.size("ssm.state_size"),
+        n_groups=n_groups,
+        kernel=keys.size("ssm.conv_kernel"),
+        norm=model.spec.architecture != "falcon-h1" or "blk.0.ssm_norm.weight" in model.tensors,
+    )
+
+
+def read_short_conv(model: GGUFModel) -> ShortConvSpec:
+    return ShortConvSpec(model.spec.n_embd, model.keys.size("shortconv.l_cache"))
+
+
+def _heads(keys: Keys) -> tuple[int, int, int]:
+    """Groups of heads, heads, and the values of each."""
+    groups, heads, values = (keys.size(f"ssm.{name}") for name in ("group_count", "time_step_rank", "inner_size"))
+    for parts, whole, whole_name in ((groups, heads, "time_step_rank"), (heads, values, "inner_size")):
+        if whole % parts:
+            name = "group_count" if whole == heads else "time_step_rank"
+            raise ModelError(
+                f"{keys.path}: the metadata key {keys.architecture}.ssm.{name} is {parts}, which does not divide "
+                f"ssm.{whole_name}, {whole}; use another .gguf file"
+            )
+    return groups, heads, values // heads
