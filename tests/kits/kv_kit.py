@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cllm.backends.base import Chunk
-from cllm.backends.fake import FakeBackend
+from cllm.backends.fake import FakeBackend, FakeBlocks, state_after
 from cllm.kv.manager import KVManager
 from cllm.kv.ops import BlockGeometry, BlockOps, SlotGeometry, SlotOps
 from cllm.kv.paged.block_table import allocation_of
@@ -20,6 +20,7 @@ from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.sequence import KVSequence
 from cllm.kv.sizing import most_bytes
 from cllm.kv.slots.manager import SlotKVManager
+from cllm.kv.tiers.loads import LoadingSequence
 from step_of import rows_of
 
 BYTES_PER_TOKEN = 8
@@ -125,6 +126,26 @@ def chunk_of(sequence: KVSequence, count: int) -> Chunk:
 def held_tokens(backend: FakeBackend, sequence: KVSequence) -> list[int]:
     chunk = Chunk(array("i"), 0, False, sequence.slot, sequence.blocks)
     return backend.memory.read(chunk, sequence.num_computed).tolist()
+
+
+def assert_states(backend: FakeBackend, kv: KVManager) -> None:
+    """Every state that somebody may go on from is that of the tokens before it: of sequences, and of the whole tree."""
+    if not isinstance(kv, PagedKVManager) or kv.arena.local is None or not kv.arena.local.shape.state:
+        return
+    memory, size = backend.memory, kv.unit_tokens
+    assert isinstance(memory, FakeBlocks)
+    for sequence in kv.arena.running.values():
+        table = sequence.state
+        if table is None or isinstance(sequence, LoadingSequence):
+            continue
+        for block, computed in ((table.current, table.computed), (table.last, table.last_computed)):
+            assert block is None or memory.state_in(block.cells) == state_after(sequence.tokens[:computed])
+    for snapshot in kv.arena.local.policy:
+        unit = next(unit for unit, mark in snapshot.node.marks.items() if mark is snapshot)
+        above, *path = snapshot.node.path()
+        key = b"".join(bytes(node.key) for node in reversed(path)) + bytes(above.key[: unit * size * 4])
+        assert snapshot.state is not None
+        assert memory.state_in(snapshot.state.cells) == state_after(array("i", key))
 
 
 def state_of(kv: KVManager) -> Any:
@@ -266,6 +287,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def memory_spells_the_tokens(self) -> None:
         for sequence in self.live:
             assert held_tokens(self.backend, sequence) == sequence.tokens[: sequence.num_computed].tolist()
+        assert_states(self.backend, self.kv)
 
 
 def _computed_alone(tokens: array[int]) -> np.ndarray:

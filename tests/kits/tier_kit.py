@@ -18,6 +18,7 @@ from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.sequence import KVSequence
 from cllm.kv.tiers.disk_tier import DiskTier
 from disk_kit import make_store
+from kv_kit import assert_states, chunk_of
 from step_of import rows_of
 
 QUEUE_BYTES = 1 << 20
@@ -38,14 +39,21 @@ class Cache:
     kv: PagedKVManager
 
     def __init__(
-        self, directory: Path, *, limit: int = 1 << 20, files: Files | None = None, window: int = 0, **options: Any
+        self,
+        directory: Path,
+        *,
+        limit: int = 1 << 20,
+        files: Files | None = None,
+        window: int = 0,
+        states: int = 0,
+        **options: Any,
     ) -> None:
-        """`window`: of two layers beside the full one."""
+        """`window`: of two layers beside the full one; `states`: cells of a state."""
         self.clock = Clock()
         self.window = window
-        self.backend = FakeBackend(window=window)
-        if window:
-            options["local"] = LocalShape(window, cells=2, ahead=16)
+        self.backend = FakeBackend(window=window, states=states)
+        if window or states:
+            options["local"] = LocalShape(window, cells=2 if window else 0, ahead=16, state=states)
         self.kv = self.make_kv(**options)
         # A queue of 64 MiB would have room for half a million of these small blocks, and memory is taken for each.
         self.store: DiskStore = make_store(
@@ -94,12 +102,12 @@ class Cache:
     def compute(self, sequence: KVSequence, count: int) -> None:
         end = min(sequence.num_computed + count, len(sequence.tokens))
         while (start := sequence.num_computed) < end:
-            if sequence.local is not None and start == sequence.room and not self.kv.grow(sequence, 1):
+            if sequence.in_parts and start == sequence.room and not self.kv.grow(sequence, 1):
                 break
-            there = end if sequence.local is None else min(end, sequence.room)
-            tokens = sequence.tokens[start:there]
-            rows_of(self.backend, [Chunk(tokens, start, True, sequence.slot, sequence.blocks, local=sequence.local)])
-            sequence.num_computed = there
+            there = min(end, sequence.room) if sequence.in_parts else end
+            count = sequence.until_stop(there - start, BLOCK)
+            rows_of(self.backend, [chunk_of(sequence, count)])
+            sequence.num_computed += count
             self.kv.commit(sequence)
 
     def finish(self, sequence: KVSequence) -> None:
@@ -151,6 +159,7 @@ class Cache:
         if self.window:
             # The next token does not see the first of the last `window` ones.
             assert memory.local_differences(chunk, sequence.num_computed, self.window - 1) == 0
+        assert_states(self.backend, self.kv)
 
     def assert_sound(self) -> None:
         self.kv.check()

@@ -63,10 +63,18 @@ class LocalTiers(Tiers):
         return Cache(self.directory, files=self.files, upkeep=UpkeepSettings(compaction="always"), window=6, blocks=64)
 
 
+class StateTiers(Tiers):
+    """A layer carries a state of three cells."""
+
+    def make_cache(self) -> Cache:
+        return Cache(self.directory, files=self.files, upkeep=UpkeepSettings(compaction="always"), states=3, blocks=64)
+
+
 TestTiers = Tiers.TestCase
 TestSlotTiers = SlotTiers.TestCase
 TestLocalTiers = LocalTiers.TestCase
-TestTiers.settings = TestSlotTiers.settings = TestLocalTiers.settings = settings(
+TestStateTiers = StateTiers.TestCase
+TestTiers.settings = TestSlotTiers.settings = TestLocalTiers.settings = TestStateTiers.settings = settings(
     max_examples=sampled(60), stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
@@ -93,27 +101,36 @@ def test_what_was_computed_is_found_after_a_restart(cache: Cache, tmp_path: Path
     assert later.kv.loading == 0 and later.kv.usage().referenced == 0
 
 
-def test_a_window_comes_back_with_its_prefix_or_neither_does(tmp_path: Path) -> None:
-    cache = Cache(tmp_path, window=6, blocks=64)
+PARTIAL = pytest.mark.parametrize(
+    "layers", [{"window": 6, "blocks": 64}, {"states": 3, "blocks": 64}, {"window": 6, "states": 2, "blocks": 80}]
+)
+
+
+@PARTIAL
+def test_a_snapshot_comes_back_with_its_prefix_or_neither_does(tmp_path: Path, layers: dict[str, int]) -> None:
+    cache = Cache(tmp_path, **layers)
     assert cache.run(LONG) == 0
-    later = again(cache, tmp_path, window=6, blocks=64)
+    later = again(cache, tmp_path, **layers)
     computed = later.backend.computed_tokens
     assert later.run([*LONG, 7]) == len(LONG) - 1
     assert later.backend.computed_tokens - computed == 2
     assert later.kv.usage().disk.loaded_tokens == 40 and later.kv.usage().referenced == 0
     later.kv.check()
-    third = again(later, tmp_path, window=6, blocks=64)
+    third = again(later, tmp_path, **layers)
     for segment in sorted(tmp_path.glob("*/*.kv")):
         content = segment.read_bytes()
-        segment.write_bytes(content[:-4096] + bytes(4096))  # the last record: cells of the window
+        segment.write_bytes(content[:-4096] + bytes(4096))  # the last record: cells of the snapshot
     assert third.run([*LONG, 8]) == 0
     third.kv.check()
 
 
-def test_a_load_that_lacks_a_cell_of_the_window_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = Cache(tmp_path, window=6, blocks=64)
+@PARTIAL
+def test_a_load_that_lacks_a_cell_of_a_snapshot_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: dict[str, int]
+) -> None:
+    cache = Cache(tmp_path, **layers)
     assert cache.run(LONG) == 0
-    later = again(cache, tmp_path, window=6, blocks=64)
+    later = again(cache, tmp_path, **layers)
     finish = later.kv.loads._finish_from_disk
     monkeypatch.setattr(later.kv.loads, "_finish_from_disk", lambda loaded, *which: finish(loaded - 1, *which))
     assert later.run([*LONG, 8]) == 0

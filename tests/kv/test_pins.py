@@ -205,7 +205,7 @@ def test_with_local_layers_a_pin_holds_what_they_need_to_go_on() -> None:
     compute(backend, kv, late, 16)
     mark = PinMark(8)
     kv.pin(late, mark)
-    assert mark.refusal == "the layers with a window have gone beyond its end"
+    assert mark.refusal == "layers with a window or a state have gone beyond its end"
     kv.release(late)
     assert kv.unpin(mark_id(kv))
     kv.check()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -73,6 +74,9 @@ class FakeBackend(Backend):
         has so many layers that attend to the last `window` tokens, and keeps a block of each in a cell. `states`: it
         carries a state of about so many blocks' bytes."""
         self.traits = replace(self.traits, layout=layout)
+        if states:
+            no_window = "a layer carries a state, which has seen every token"
+            self.traits = replace(self.traits, most_drafts=0, no_window=no_window)
         local = (LayerSpec(AttentionSpec(1, 1, 2, 2, window=window)),) * (local_layers if window else 0)
         if states:
             local += (LayerSpec(None, recurrence=ShortConvSpec(_STATE_PART, states + 1)),)
@@ -85,7 +89,7 @@ class FakeBackend(Backend):
         self._boost[_PRINTABLE] = 4.0
         self._boost[END_TOKEN] = 4.0
         self._aborted = threading.Event()
-        self._memory: _FakeSlots | _FakeBlocks | None = None
+        self._memory: _FakeSlots | FakeBlocks | None = None
         self._geometry: Geometry | None = None
 
     @property
@@ -100,10 +104,10 @@ class FakeBackend(Backend):
         self._geometry = geometry
         slots = isinstance(geometry, SlotGeometry)
         self.traits = replace(self.traits, layout="slots" if slots else "blocks")
-        self._memory = _FakeSlots(geometry) if isinstance(geometry, SlotGeometry) else _FakeBlocks(geometry)
+        self._memory = _FakeSlots(geometry) if isinstance(geometry, SlotGeometry) else FakeBlocks(geometry)
 
     @property
-    def memory(self) -> _FakeSlots | _FakeBlocks:
+    def memory(self) -> _FakeSlots | FakeBlocks:
         if self._memory is None:
             raise BackendError("the fake backend has no memory: call allocate first")
         return self._memory
@@ -185,16 +189,16 @@ def _hashes(vocab_size: int, context: int) -> tuple[NDArray[np.uint64], NDArray[
     return np.concatenate((positions, more)), vocabulary
 
 
-def _hash_on(state: int, tokens: NDArray[np.int32]) -> int:
-    """The state after these tokens."""
+def state_after(tokens: NDArray[np.int32] | array[int], state: int = 0) -> int:
+    """The state after these tokens, which come behind those of another state."""
     powers = np.full(len(tokens) + 1, _STEP, np.uint64)
     powers[0] = 1
     powers = np.multiply.accumulate(powers)
-    added = (tokens.astype(np.uint64) + np.uint64(1)) * powers[:-1][::-1]
+    added = (np.asarray(tokens).astype(np.uint64) + np.uint64(1)) * powers[:-1][::-1]
     return (state * int(powers[-1]) + int(added.sum(dtype=np.uint64))) & 0xFFFF_FFFF_FFFF_FFFF
 
 
-class _FakeBlocks:
+class FakeBlocks:
     """An arena of blocks of tokens, and of how many tokens had been dropped when each was computed: that is what K and
     V of a real model depend on, too."""
 
@@ -226,28 +230,24 @@ class _FakeBlocks:
     def _write_state(self, chunk: Chunk, tokens: NDArray[np.int32]) -> None:
         """Every cell of the state holds the hash, each turned into something of its own."""
         state = chunk.state
-        assert state is not None and not set(state.read) & set(state.write), "a state is written over itself"
-        hashed = _hash_on(self._read_state(chunk), tokens)
+        assert state is not None and state.write, "there is nowhere to write the state"
+        assert not set(state.read) & set(state.write), "a state is written over itself"
+        hashed = state_after(tokens, self.state_in(state.read))
         for number, cell in enumerate(state.write):
             self._cells[cell].reshape(-1).view(np.uint64)[:] = hashed ^ number
             self._resident[cell] = True
-        assert state.write, "there is nowhere to write the state"
 
-    def _read_state(self, chunk: Chunk) -> int:
-        """Something else than any hash if the cells do not agree."""
-        state = chunk.state
-        assert state is not None
-        words = {
-            int(word) ^ number
-            for number, cell in enumerate(state.read)
-            for word in np.unique(self._cells[cell].reshape(-1).view(np.uint64))
-        }
-        return words.pop() if len(words) == 1 else len(words)
+    def state_in(self, cells: Sequence[int]) -> int:
+        """The hash in these cells, or something else if they do not agree; 0 in none."""
+        words = [self._cells[cell].reshape(-1).view(np.uint64) ^ np.uint64(i) for i, cell in enumerate(cells)]
+        found = np.unique(words).tolist() if words else [0]
+        return int(found[0]) if len(found) == 1 else len(found)
 
     def state_differences(self, chunk: Chunk, length: int) -> int:
         """0 if the state that the chunk began with, and its tokens since then, make the state after all tokens."""
+        assert chunk.state is not None
         tokens = self.read(chunk, length)
-        return _hash_on(self._read_state(chunk), tokens[chunk.start :]) ^ _hash_on(0, tokens)
+        return state_after(tokens[chunk.start :], self.state_in(chunk.state.read)) ^ state_after(tokens)
 
     def _local_cells(self, chunk: Chunk) -> list[NDArray[np.int64]]:
         """For each local layer the cells of all blocks up to the table's end; -1: not in the table."""

@@ -153,11 +153,13 @@ def _group(layers: Sequence[LayerKV], *, cells: int) -> KVGroup:
 
 
 class BlockTally:
-    """How many blocks of a kind there are, and how many of them nobody uses."""
+    """How many blocks of a kind, of so many cells, there are, and how many of them nobody uses."""
 
-    __slots__ = ("all", "evictable")
+    __slots__ = ("all", "cells", "evictable", "kind")
 
-    def __init__(self) -> None:
+    def __init__(self, kind: GroupKind = "window", cells: int = 0) -> None:
+        self.kind = kind
+        self.cells = cells
         self.all = self.evictable = 0
 
 

@@ -48,17 +48,13 @@ def _check_local(arena: Arena, local: LocalMemory, held: NDArray[np.int32]) -> I
     for sequence in arena.running.values():
         if sequence.state is not None:
             users.update(block.number for block in sequence.state.blocks)
-            _check_states(sequence)
-        table = sequence.local
-        if table is None:
-            continue
-        users.update(block.number for block in table.blocks)
-        if table.cells != [cell for block in table.blocks for cell in block.cells]:
-            raise AssertionError("a local table has other cells than its blocks")
-        if isinstance(sequence, LoadingSequence):
-            continue
-        if table.first > local.first_needed(sequence.end) or table.end * arena.block_size < sequence.end:
-            raise AssertionError("a sequence lacks local blocks inside its window")
+        if sequence.local is not None:
+            users.update(block.number for block in sequence.local.blocks)
+            if sequence.local.cells != [cell for block in sequence.local.blocks for cell in block.cells]:
+                raise AssertionError("a local table has other cells than its blocks")
+        if not isinstance(sequence, LoadingSequence):
+            _check_window(sequence, local, arena.block_size)
+            _check_states(sequence, local)
     for snapshot in local.policy:
         numbers = [block.number for block in snapshot.blocks]
         kept.update(numbers)
@@ -77,15 +73,28 @@ def _check_local(arena: Arena, local: LocalMemory, held: NDArray[np.int32]) -> I
         raise AssertionError("a local block is used that is free")
     if local.evictable != sum(len(block.cells) for block in local.all.values() if not block.users):
         raise AssertionError("evictable local cells are counted wrong")
-    for tally in (local.windows, local.states):
+    for tally in local.kinds:
         blocks = [block for block in local.all.values() if block.tally is tally]
         if (tally.all, tally.evictable) != (len(blocks), sum(not block.users for block in blocks)):
             raise AssertionError("local blocks of a kind are counted wrong")
 
 
-def _check_states(sequence: KVSequence) -> None:
+def _check_window(sequence: KVSequence, local: LocalMemory, block_size: int) -> None:
+    table = sequence.local
+    if (table is None) != (local.shape.cells == 0):
+        raise AssertionError("a sequence has a local table and should not, or has none")
+    if table is None:
+        return
+    if table.first > local.first_needed(sequence.end) or table.end * block_size < sequence.end:
+        raise AssertionError("a sequence lacks local blocks inside its window")
+
+
+def _check_states(sequence: KVSequence, local: LocalMemory) -> None:
     table = sequence.state
-    assert table is not None
+    if (table is None) != (local.shape.state == 0):
+        raise AssertionError("a sequence has states and should not, or has none")
+    if table is None:
+        return
     if len({block.number for block in table.blocks}) > MOST_STATES:
         raise AssertionError("a sequence has more states than it may")
     if table.computed != sequence.num_computed or (table.current is None) != (table.computed == 0):

@@ -223,7 +223,7 @@ class BlockLoads:
     def _finish_from_disk(self, loaded: int, holder: LoadingSequence, load: Load) -> int:
         """How many blocks arrived. Without all its cells, a snapshot is none."""
         disk, own = self._tiers.disk, holder.blocks[load.first :]
-        asked, cells = len(own), [] if holder.local is None else holder.local.cells
+        asked, cells = len(own), self._tables.local_cells(holder)
         assert disk is not None
         own = own + cells
         try:

@@ -101,7 +101,8 @@ class LocalMemory:
         """All snapshots."""
         self.evictable = 0
         """Cells of blocks that are only kept."""
-        self.windows, self.states = BlockTally(), BlockTally()
+        self.windows, self.states = BlockTally("window", shape.cells), BlockTally("state", shape.state)
+        self.kinds = [tally for tally in (self.windows, self.states) if tally.cells]
         self.all: dict[int, LocalBlock] = {}
         """By their ids as holders."""
         self._block_size = block_size

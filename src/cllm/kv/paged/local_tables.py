@@ -78,14 +78,13 @@ class LocalTables:
             ends = {place for place in (*places, known, end) if cached < place <= length // size}
         sequence.marks = sorted((place * size for place in ends), reverse=True)
 
-    def begin_load(self, holder: KVSequence, cells: int) -> list[int]:
+    def begin_load(self, holder: KVSequence, cells: int) -> None:
         """The blocks of a snapshot behind the last of the holder's blocks."""
         end, windows = len(holder.blocks), cells - self.states.cells
         if self.cells:
             holder.local = LocalTable(end - windows // self.cells)
             self._add(holder, self._room.for_prompt(windows, allocation_of(holder).number))
-        state = self.states.begin_load(holder, end * self._arena.block_size)
-        return (holder.local.cells if holder.local is not None else []) + state
+        self.states.begin_load(holder, end * self._arena.block_size)
 
     def end(self, sequence: KVSequence) -> None:
         if sequence.local is not None:

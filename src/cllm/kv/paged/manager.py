@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from cllm.kv.events import Listener
-from cllm.kv.groups import BlockTally, GroupKind
 from cllm.kv.ledger import Account
 from cllm.kv.manager import KVManager
 from cllm.kv.ops import BlockGeometry, BlockOps
@@ -348,17 +347,12 @@ class PagedKVManager(KVManager):
         arena, local = self.arena, self.arena.local
         if local is None:
             return (GroupUsage("full", arena.block_bytes, arena.referenced, arena.evictable),)
-        kinds: tuple[tuple[GroupKind, int, BlockTally], ...] = (
-            ("window", local.shape.cells, local.windows),
-            ("state", local.shape.state, local.states),
-        )
+        kinds = local.kinds
         others = [
-            GroupUsage(kind, cells * arena.block_bytes, tally.all - tally.evictable, tally.evictable)
-            for kind, cells, tally in kinds
-            if cells
+            GroupUsage(kind.kind, kind.cells * arena.block_bytes, kind.all - kind.evictable, kind.evictable)
+            for kind in kinds
         ]
-        taken = sum(cells * tally.all for _, cells, tally in kinds)
-        used = arena.referenced - (taken - local.evictable)
+        used = arena.referenced - sum(kind.cells * (kind.all - kind.evictable) for kind in kinds)
         return GroupUsage("full", arena.block_bytes, used, arena.evictable - local.evictable), *others
 
     def view(self) -> KVView:

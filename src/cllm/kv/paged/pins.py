@@ -34,7 +34,7 @@ class BlockPins:
 
         found = prefixes.find_held(sequence, blocks)
         if not prefixes.can_pin(found):
-            self.all.refuse(mark, "the layers with a window have gone beyond its end")
+            self.all.refuse(mark, "layers with a window or a state have gone beyond its end")
             return
 
         def more() -> int:

@@ -46,12 +46,10 @@ class StateTables:
             table.spare = self._new(sequence, MOST_STATES - (cached > 0))
             table.next = table.spare.pop()
 
-    def begin_load(self, holder: KVSequence, computed: int) -> list[int]:
-        """A block for the state after so many tokens, which is being loaded."""
-        if not self.cells:
-            return []
-        holder.state = StateTable(self._new(holder, 1)[0], computed)
-        return holder.state.read
+    def begin_load(self, holder: KVSequence, computed: int) -> None:
+        """Take a block for the state after so many tokens, which is being loaded."""
+        if self.cells:
+            holder.state = StateTable(self._new(holder, 1)[0], computed)
 
     def end(self, sequence: KVSequence) -> None:
         if sequence.state is not None:

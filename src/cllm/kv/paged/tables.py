@@ -72,9 +72,15 @@ class BlockTables:
         return blocks <= self._room.available - self._arena.prefixes.unused_blocks(found)
 
     def begin_local(self, holder: KVSequence, cells: int) -> list[int]:
-        """Cells for the local layers of what is being loaded, which are known to be available."""
+        """Cells for the snapshot behind what is being loaded, which are known to be available."""
         assert self.local is not None
-        return self.local.begin_load(holder, cells)
+        self.local.begin_load(holder, cells)
+        return self.local_cells(holder)
+
+    def local_cells(self, holder: KVSequence) -> list[int]:
+        """Those of what is being loaded, in the order of their names."""
+        windows = [] if holder.local is None else holder.local.cells
+        return windows if holder.state is None else windows + holder.state.read
 
     def drop_local(self, holder: KVSequence) -> None:
         if self.local is not None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from cllm.kv.groups import GroupKind, LocalBlock
 from cllm.kv.paged.arena import Arena
 from cllm.kv.paged.block_table import BlockNode, allocation_of
+from cllm.kv.paged.local import LocalMemory
 from cllm.kv.view import FIRST_TOKENS, MOST_NODES, MOST_PREFIXES, GroupCells, KVView, PrefixView, SequenceView
 
 
@@ -32,8 +33,13 @@ def paged_view(arena: Arena) -> KVView:
         sequences=tuple(
             SequenceView(number, s.request_id, len(s.tokens), s.num_computed) for number, s in arena.running.items()
         ),
-        groups=() if arena.local is None else (_cells("window", arena.local.all.values()),),
+        groups=() if arena.local is None else _groups(arena.local),
     )
+
+
+def _groups(local: LocalMemory) -> tuple[GroupCells, ...]:
+    blocks = local.all.values()
+    return tuple(_cells(tally.kind, [block for block in blocks if block.tally is tally]) for tally in local.kinds)
 
 
 def _cells(kind: GroupKind, blocks: Iterable[LocalBlock]) -> GroupCells:
@@ -49,6 +55,8 @@ def _holders(arena: Arena) -> NDArray[np.int32]:
         for number, sequence in arena.running.items():
             if sequence.local is not None:
                 holders[sequence.local.cells] = number
+            if sequence.state is not None:
+                holders[[cell for block in sequence.state.blocks for cell in block.cells]] = number
         for snapshot in arena.local.policy:
             for block in snapshot.blocks:
                 holders[block.cells] = snapshot.node.number
