@@ -78,7 +78,7 @@ class BlockTables:
         return self.local_cells(holder)
 
     def local_cells(self, holder: KVSequence) -> list[int]:
-        """Those of what is being loaded, in the order of their names."""
+        """Cells of what is being loaded, in the order of their names."""
         windows = [] if holder.local is None else holder.local.cells
         return windows if holder.state is None else windows + holder.state.read
 
