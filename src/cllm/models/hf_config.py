@@ -10,6 +10,7 @@ from typing import Any
 from cllm.errors import ModelError
 from cllm.models.gguf_header import short
 from cllm.models.hf_architectures import ARCHITECTURES, TEXT_CLASSES, TEXT_PARTS, HFArchitecture
+from cllm.models.hf_recurrence import read_parts, read_recurrence
 from cllm.models.hf_rotation import read_rotation, read_temperature
 from cllm.models.json_file import Fields
 from cllm.models.spec import MOST_LAYERS, Activation, AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec
@@ -35,6 +36,15 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "use_bidirectional_attention": (False, "vision"),
     "enable_moe_block": (False,),
     "no_rope_layers": (),
+    "num_local_experts": (0,),
+    "lm_head_multiplier": (1, 1.0),
+    "attn_output_gate": (True,),
+    "mamba_hidden_act": ("silu", "swish"),
+    "mamba_proj_bias": (False,),
+    "projectors_bias": (False,),
+    "conv_bias": (False,),
+    "mamba_conv_bias": (True,),
+    "use_conv_bias": (True,),
 }
 
 
@@ -67,20 +77,20 @@ def read_config(fields: Fields, architecture: HFArchitecture) -> ModelSpec:
     for key, harmless in _UNSUPPORTED.items():
         if key in fields and key not in architecture.reads and fields.values[key] not in harmless:
             raise fields.unsupported(key, "which is not supported")
-    n_embd, n_layers = fields.size("hidden_size"), min(fields.size("num_hidden_layers"), MOST_LAYERS)
-    layers = _read_layers(fields, architecture, n_layers)
+    n_embd = fields.size("hidden_size")
+    layers = (_read_hybrid if architecture.recurrence else _read_layers)(fields, architecture)
     scale = math.sqrt(n_embd) if architecture.scaled_embedding else fields.number("embedding_multiplier", 1.0)
     spec = ModelSpec(
         architecture=architecture.name,
         n_embd=n_embd,
         n_vocab=fields.size("vocab_size"),
-        context_length=fields.size("max_position_embeddings"),
+        context_length=fields.size("max_position_embeddings", architecture.defaults.get("max_position_embeddings")),
         layers=layers,
-        rms_eps=fields.number("rms_norm_eps", _DEFAULT_RMS_EPS),
+        rms_eps=fields.number(architecture.eps, 1e-5 if architecture.eps != "rms_norm_eps" else _DEFAULT_RMS_EPS),
         tied=fields.flag("tie_word_embeddings", False),
         embedding_scale=scale,
         residual_scale=fields.number("residual_multiplier", 1.0),
-        logit_scale=1.0 / fields.number("logits_scaling", 1.0),
+        logit_scale=fields.number("lm_head_multiplier", 1.0) / fields.number("logits_scaling", 1.0),
         logit_softcap=fields.number("final_logit_softcapping") if "final_logit_softcapping" in fields else 0.0,
     )
     return _as_gemma4(fields, spec) if architecture.name == "gemma4" else spec
@@ -100,8 +110,46 @@ def _check_quantised(fields: Fields) -> None:
 # -- layers ----------------------------------------------------------------------------------------------------------
 
 
-def _read_layers(fields: Fields, architecture: HFArchitecture, n_layers: int) -> tuple[LayerSpec, ...]:
+def _read_hybrid(fields: Fields, architecture: HFArchitecture) -> tuple[LayerSpec, ...]:
+    """Those of a model some of whose layers carry a state. Equal ones are one object."""
+    parts = read_parts(fields, architecture)
+    turns = architecture.unturned == "" or fields.values.get("position_embedding_type") == "rope"
+    attention, recurrence, feed_forward = None, None, None
+    if {"attention", "both"} & set(parts):
+        attention = _read_attention(fields, architecture, slides=False, turns=turns)
+    if {"state", "both"} & set(parts):
+        recurrence = read_recurrence(fields, architecture)
+    if not architecture.single or "feed_forward" in parts:
+        feed_forward = _read_feed_forward(fields, architecture)
+    kinds = {
+        part: LayerSpec(
+            attention if part in ("attention", "both") else None,
+            feed_forward if part == "feed_forward" or not architecture.single else None,
+            recurrence=recurrence if part in ("state", "both") else None,
+        )
+        for part in dict.fromkeys(parts)
+    }
+    return tuple(kinds[part] for part in parts)
+
+
+def _read_feed_forward(fields: Fields, architecture: HFArchitecture) -> FeedForwardSpec:
+    if architecture.single:
+        if fields.text("mlp_hidden_act", "relu2") != "relu2":
+            raise fields.unsupported("mlp_hidden_act", "but only relu2 is supported")
+        return FeedForwardSpec(fields.size("intermediate_size"), "relu2", gated=False)
+    key = {"granitehybrid": "shared_intermediate_size"}.get(architecture.name, "intermediate_size")
+    key = "block_ff_dim" if "block_ff_dim" in fields else key
+    size = fields.size(key)
+    if architecture.name == "lfm2" and fields.flag("block_auto_adjust_ff_dim", True):
+        multiple = fields.size("block_multiple_of", 256)
+        size = int(fields.number("block_ffn_dim_multiplier", 1.0) * (2 * size // 3))
+        size = -(-size // multiple) * multiple
+    return FeedForwardSpec(size, _read_activation(fields, architecture))
+
+
+def _read_layers(fields: Fields, architecture: HFArchitecture) -> tuple[LayerSpec, ...]:
     """Equal ones are one object."""
+    n_layers = min(fields.size("num_hidden_layers"), MOST_LAYERS)
     slides = _read_sliding(fields, architecture, n_layers)
     turns = _read_turning(fields, architecture, slides)
     feed_forward = FeedForwardSpec(fields.size("intermediate_size"), _read_activation(fields, architecture))
@@ -188,6 +236,7 @@ def _read_attention(fields: Fields, architecture: HFArchitecture, *, slides: boo
         window=_read_window(fields) if slides else 0,
         softcap=fields.number("attn_logit_softcapping") if "attn_logit_softcapping" in fields else 0.0,
         temperature=read_temperature(fields, architecture),
+        gated=architecture.gated,
     )
 
 

@@ -14,10 +14,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cllm.errors import ModelError
 from cllm.models.gguf_header import short
 from cllm.models.hf_architectures import HFArchitecture
 from cllm.models.hf_config import find_architecture, read_config, text_part
+from cllm.models.hf_recurrence import read_row_factors
 from cllm.models.hf_tensors import text_tensors
 from cllm.models.json_file import FETCH_AGAIN, Fields, read_json
 from cllm.models.safetensors_file import StoredTensor, read_header
@@ -50,6 +54,10 @@ class HFModel:
     """Identify the weight files whose headers were read."""
     tensors: Mapping[str, StoredTensor] = field(repr=False)
     """A model of more than text has those of its text part here, as if there were nothing else."""
+    row_factors: Mapping[str, NDArray[np.float32]] = field(default_factory=dict, repr=False)
+    """By what rows of matrices are multiplied when they are loaded: one number by role, or one for each row."""
+    left_aside: int = 0
+    """Layers behind the others that predict further tokens (MTP), which are not used."""
 
     @property
     def weight_type(self) -> str | None:
@@ -72,7 +80,10 @@ class HFModel:
             tensors = text_tensors(tensors)
         tied = config.get("tie_word_embeddings")
         spec = replace(spec, tied=HF_HEAD not in tensors if tied is None else fields.flag("tie_word_embeddings", False))
-        return cls(path, path.resolve().name, spec, architecture, config, stamps, tensors)
+        factors = read_row_factors(text or fields, spec.layers[0].recurrence)
+        aside = (text or fields).values.get("mtp_num_hidden_layers")
+        aside = max(0, aside) if type(aside) is int and spec.recurrent else 0
+        return cls(path, path.resolve().name, spec, architecture, config, stamps, tensors, factors, aside)
 
 
 def is_hf_directory(path: Path) -> bool:

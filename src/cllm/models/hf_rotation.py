@@ -15,7 +15,7 @@ from cllm.models.spec import Rotation, Temperature
 
 Floats = NDArray[np.float64]
 
-_BASES = {"gemma3": 1e6, "gemma4": 1e6, "olmo3": 5e5}
+_BASES = {"gemma3": 1e6, "gemma4": 1e6, "olmo3": 5e5, "lfm2": 1e6}
 _WINDOW_BASES = {"gemma3": 1e4, "gemma4": 1e4, "olmo3": 5e5}
 _DEFAULT_BASE = 1e4
 _PROPORTIONAL = {"rope_type": "proportional", "partial_rotary_factor": 0.25}

@@ -11,6 +11,9 @@ from cllm.models.tensors import TensorSpec, all_tensors, hf_name
 
 Stored = TypeVar("Stored")
 _UNUSED = (".rotary_emb.inv_freq",)
+_WHOLE = ("layer_output_scale", "ssm_a", "ssm_d", "ssm_dt.bias")
+"""Roles whose names are complete."""
+_CONVOLUTIONS = ("ssm_conv1d", "shortconv.conv")
 _KEYS = (".self_attn.k_proj.", ".self_attn.v_proj.", ".self_attn.k_norm.", ".self_attn.v_norm.")
 
 
@@ -37,7 +40,8 @@ def stored_tensors(spec: ModelSpec, architecture: HFArchitecture) -> Iterator[tu
                 yield item._replace(name=name, first=first), (rows, item.cols)
                 break
         else:
-            yield item._replace(name=name), item.shape
+            shape = (item.rows, 1, item.cols) if item.role in _CONVOLUTIONS else item.shape
+            yield item._replace(name=name), shape
 
 
 def _parts(spec: ModelSpec, item: TensorSpec, fused: str) -> dict[str, int]:
@@ -47,23 +51,26 @@ def _parts(spec: ModelSpec, item: TensorSpec, fused: str) -> dict[str, int]:
     layer = spec.layers[item.layer]
     if fused == "qkv_proj":
         attention = layer.attends
-        return {"attn_q": attention.q_size, "attn_k": attention.k_size, "attn_v": attention.v_size}
+        return {"attn_q": attention.q_rows, "attn_k": attention.k_size, "attn_v": attention.v_size}
     return {"ffn_gate": layer.feeds.size, "ffn_up": layer.feeds.size}
 
 
 def _name(item: TensorSpec, architecture: HFArchitecture) -> str:
-    base, _, kind = item.role.partition(".")
+    base, _, kind = (item.role, "", "") if item.role in architecture.names else item.role.partition(".")
     other = architecture.names.get(base)
     if other is None:
         return hf_name(item.name)
-    place = f"model.layers.{item.layer}." if item.layer >= 0 else ""
-    return f"{place}{other}" if base == "layer_output_scale" else f"{place}{other}.{kind or 'weight'}"
+    place = f"{architecture.root}.layers.{item.layer}." if item.layer >= 0 else ""
+    return f"{place}{other}" if item.role in _WHOLE else f"{place}{other}.{kind or 'weight'}"
 
 
 def is_unused(name: str, spec: ModelSpec) -> bool:
-    """Whether a tensor that nothing asks for may be there: frequencies, a tied head, keys that another layer has."""
+    """Whether a tensor that nothing asks for may be there: frequencies, a tied head, keys that another layer has,
+    layers that predict further tokens (MTP)."""
     if name.endswith(_UNUSED) or (name == "lm_head.weight" and spec.tied):
         return True
+    if spec.recurrent:
+        return name.startswith("mtp.")
     layer = name.removeprefix("model.layers.").partition(".")[0]
     shares = layer.isdecimal() and int(layer) < spec.n_layers and spec.layers[int(layer)].attends.kv_from is not None
     return shares and any(part in name for part in _KEYS)

@@ -85,12 +85,23 @@ class DirectorySource:
         rows, *columns = item.shape
         row_bytes = tensor.size // tensor.shape[0]
         step, file = max(1, _PIECE_BYTES // row_bytes), self._file(tensor.file)
-        adds_one = self.model.architecture.adds_one and item.role.endswith("norm")
         for first in range(item.first, item.first + rows, step):
             count = min(step, item.first + rows - first)
             raw = file.read_bytes(tensor.offset + first * row_bytes, count * row_bytes, f"the tensor {item.name}")
             piece = torch.from_numpy(raw).view(_DTYPES[tensor.dtype]).view(count, *columns)
-            yield piece.float() + 1 if adds_one else piece
+            yield self._changed(item, first - item.first, piece)
+
+    def _changed(self, item: TensorSpec, first: int, piece: torch.Tensor) -> torch.Tensor:
+        """Rows from `first` on, as `cllm.models.tensors` says what is in them."""
+        if item.role == "ssm_a":
+            return -torch.exp(piece.float())
+        if self.model.architecture.adds_one and item.role.endswith("norm") and item.role != "ssm_norm":
+            return piece.float() + 1
+        factors = self.model.row_factors.get(item.role)
+        if factors is None:
+            return piece
+        own = factors if len(factors) == 1 else factors[first : first + len(piece)]
+        return piece.float() * torch.from_numpy(own).view(-1, 1)
 
     def _file(self, path: Path) -> UnchangedFile:
         if path not in self._files:
