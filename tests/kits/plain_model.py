@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from cllm.models.dequantise import dequantised_rows
 from cllm.models.gguf import GGUFModel, TensorFile
 from cllm.models.gguf_decoder import decoder_spec, stored_tensors
-from cllm.models.spec import AttentionSpec, DeltaNetSpec, Mamba2Spec, Rotation, ShortConvSpec
+from cllm.models.spec import AttentionSpec, DeltaNetSpec, Mamba2Spec, ModelSpec, Rotation, ShortConvSpec
 
 Floats = NDArray[np.float32]
 
@@ -31,6 +31,18 @@ class PlainModel:
                 whole = np.concatenate(list(dequantised_rows(file, model, item.name)))
                 rows = whole.reshape(-1 if len(item.shape) == 1 else model.tensors[item.name].shape[::-1])
                 self._weights[item.layer, item.role] = rows[item.first : item.first + item.shape[0]]
+
+    @classmethod
+    def of(cls, spec: ModelSpec, weights: dict[tuple[int, str], Floats]) -> PlainModel:
+        """Weights by layer and role, wherever they come from."""
+        made = cls.__new__(cls)
+        made.spec, made._weights = spec, weights
+        return made
+
+    @property
+    def weights(self) -> dict[tuple[int, str], Floats]:
+        """By layer and role."""
+        return self._weights
 
     def logits(self, tokens: Sequence[int]) -> Floats:
         """A row for every position."""

@@ -111,11 +111,81 @@ RICH: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("SeedOss", {"head_dim": 32}),
 }  # fmt: skip
 """Decoders with more: layers that differ, windows, caps, norms and scales."""
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 16,
+}  # fmt: skip
+BACKBONE: dict[str, Any] = {"n_groups": 2, "layer_norm_epsilon": 1e-5, "chunk_size": 16}
+STATES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3.5": (
+        "Qwen3_5Text",
+        {
+            "num_hidden_layers": 5, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+            "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        },
+    ),
+    "qwen3.5 listed": (
+        "Qwen3_5Text",
+        {
+            "head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+            "linear_value_head_dim": 32, "tie_word_embeddings": True,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        },
+    ),
+    "lfm2": (
+        "Lfm2",
+        {
+            "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "norm_eps": 1e-5,
+            "block_multiple_of": 32, "tie_word_embeddings": True,
+        },
+    ),
+    "granite hybrid": (
+        "GraniteMoeHybrid",
+        MAMBA
+        | {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_local_experts": 0,
+            "num_experts_per_tok": 0, "shared_intermediate_size": 96, "attention_multiplier": 0.3,
+            "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.4,
+        },
+    ),
+    "granite hybrid rope": (
+        "GraniteMoeHybrid",
+        MAMBA
+        | {
+            "layer_types": ["full_attention", "linear_attention", "full_attention"], "num_local_experts": 0,
+            "num_experts_per_tok": 0, "shared_intermediate_size": 96, "position_embedding_type": "rope",
+        },
+    ),
+    "nemotron h": (
+        "NemotronH",
+        BACKBONE
+        | {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
+            "ssm_state_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "head_dim": 32, "time_step_min": 1e-30,
+        },
+    ),
+    "falcon h1": (
+        "FalconH1",
+        MAMBA
+        | {
+            "mamba_d_ssm": 128, "head_dim": 32, "mlp_multipliers": [0.7, 1.3], "key_multiplier": 0.6,
+            "ssm_multipliers": [0.8, 1.2, 0.9, 1.1, 0.7], "attention_in_multiplier": 1.2, "ssm_in_multiplier": 0.9,
+            "attention_out_multiplier": 0.8, "ssm_out_multiplier": 1.4, "lm_head_multiplier": 0.5,
+            "embedding_multiplier": 2.0,
+        },
+    ),
+    "falcon h1 norms": (
+        "FalconH1",
+        MAMBA | {"mamba_d_ssm": 128, "head_dim": 16, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    ),
+    "bamba": ("Bamba", MAMBA | {"attn_layer_indices": [1], "head_dim": 16}),
+    "mamba2": ("Mamba2", BACKBONE | {"num_heads": 8, "head_dim": 16, "state_size": 16}),
+}  # fmt: skip
+"""Models some of whose layers carry a state."""
 
 
 def build(kind: str, seed: int = 0, **others: Any) -> Any:
     """A model of transformers in f32 whose weights are large enough for attention and biases to matter."""
-    family, changes = (MODELS | RICH)[kind]
+    family, changes = (MODELS | RICH | STATES)[kind]
     torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")(**(SIZES | changes | others))
     family = family.removesuffix("Text")
@@ -124,7 +194,7 @@ def build(kind: str, seed: int = 0, **others: Any) -> Any:
 
 
 def randomised(model: Any, config: Any) -> Any:
-    adds_one = config.model_type in ("gemma2", "gemma3_text")
+    adds_one = config.model_type in ("gemma2", "gemma3_text", "qwen3_5_text")
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
@@ -132,8 +202,11 @@ def randomised(model: Any, config: Any) -> Any:
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:
                 parameter.normal_(0, 1.0 if "embed" in name else parameter.shape[1] ** -0.5)
+            elif parameter.dim() == 3:  # convolutions
+                parameter.normal_(0, 0.6)
             else:
-                parameter.normal_(0.0 if name.endswith("bias") or adds_one else 1.0, 0.2)
+                around_0 = name.endswith("bias") or (adds_one and not name.endswith("linear_attn.norm.weight"))
+                parameter.normal_(0.0 if around_0 else 1.0, 0.2)
             if config.model_type == "gemma4_text" and name.endswith("q_norm.weight"):
                 parameter.mul_(0.15)  # its scores are not divided: attention to one token alone would magnify rounding
         if config.tie_word_embeddings:
