@@ -58,8 +58,11 @@ def llama_settings(needs: Needs) -> Mapping[str, int]:
 
 
 @asynccontextmanager
-async def start_llama_server(model: Path, threads: int, needs: Needs) -> AsyncIterator[Server]:
-    settings = llama_settings(needs)
+async def start_llama_server(
+    model: Path, threads: int, needs: Needs, *, swa_full: bool = False
+) -> AsyncIterator[Server]:
+    """`swa_full`: layers with a window keep everything."""
+    settings = {**llama_settings(needs), **({"swa_full": True} if swa_full else {})}
     wanted = {"model": str(model), "threads": threads, **settings}
     async with start_runner(LLAMA_SERVER, "llama_server", wanted) as runner:
         described = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in settings.items())

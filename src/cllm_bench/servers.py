@@ -64,11 +64,16 @@ class Runner:
 
 @asynccontextmanager
 async def start_cllm(
-    model: str, threads: int, backend: str, settings: Mapping[str, Any] | None = None
+    model: str,
+    threads: int,
+    backend: str,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    stop_s: float = STOP_S,
 ) -> AsyncIterator[Server]:
     """`cllm serve` with its defaults, but for what is given, and nothing kept on disk."""
     effective = {"model.name": model, "backend.type": backend, "backend.threads": threads, **(settings or {})}
-    async with start_command("cLLM", ["serve"], effective) as server:
+    async with start_command("cLLM", ["serve"], effective, stop_s=stop_s) as server:
         facts = {"threads": threads, **await _model_facts(Address(server.url))}
         if settings:
             facts["settings"] = ", ".join(f"{key} {value}" for key, value in settings.items())

@@ -26,6 +26,7 @@ def server_params(wanted: dict[str, Any]) -> Any:
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
     params.cont_batching = True
     params.cache_prompt = True
+    params.swa_full = wanted.get("swa_full", False)
     params.cache_ram_mib = 8192
     params.fit_params = False  # it must not change what was asked for
     params.ui = False

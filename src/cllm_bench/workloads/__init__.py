@@ -23,12 +23,14 @@ from cllm_bench.workloads.structured import Structured
 from cllm_bench.workloads.torch import Torch
 from cllm_bench.workloads.torch_host import TorchHost
 from cllm_bench.workloads.torch_invariance import TorchInvariance
+from cllm_bench.workloads.turns import Turns
 
 WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "sequential": (Sequential(answer_tokens=1, requests=200), Sequential(answer_tokens=16, requests=60)),
     "batch": (Batch(clients=1), Batch(clients=8), Batch(clients=32)),
     "prefix": (Prefix(),),
     "chat": (Chat(),),
+    "turns": (Turns(),),
     "stall": (Stall(),),
     "hostile": (Hostile(),),
     "mixed": (Mixed(),),
@@ -48,12 +50,12 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
 }
 
 LONG = (
-    "aged", "drafts", "structured", "hostile", "memory-burst",
+    "turns", "aged", "drafts", "structured", "hostile", "memory-burst",
     "cluster-latency", "cluster-hits", "cluster-losses", "torch", "torch-invariance", "torch-host",
 )  # fmt: skip
 """Too long for the short set, or in need of the extra `cluster` or a GPU."""
 ONCE = (
-    "aged", "hostile", "memory-burst", "cluster-hits", "cluster-losses", "torch-invariance", "torch-host",
+    "turns", "aged", "hostile", "memory-burst", "cluster-hits", "cluster-losses", "torch-invariance", "torch-host",
 )  # fmt: skip
 """One pass is enough: it is long, or the sides take turns within it."""
 
