@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from cllm.errors import CLLMError
+from cllm.kv.groups import LayerKV, LayerState, plan_groups
 from cllm.machine import MemoryLimit
 from cllm.models.gguf import GGUFModel
 from cllm_bench._limits import measure_limits
@@ -42,10 +44,13 @@ from cllm_bench.kernels.works import (
     PREFILL_ONCE,
     SAME,
     SMOLLM2,
+    WINDOWS,
     Comparison,
     Plan,
     Work,
+    plan_for,
 )
+from cllm_bench.kernels.works import STATES as STATES_PLAN
 from cllm_bench.run import make_result
 from cllm_bench.runners import serve
 from cllm_bench.servers import start_runner
@@ -144,9 +149,9 @@ class RecordingEngine:
         self.steps: list[tuple[list[int], list[list[int]], list[int], int]] = []
         self.copies: list[list[int]] = []
 
-    def allocate(self, *, cells: int, block_size: int, type_k: str, type_v: str) -> None:
+    def allocate(self, *, cells: int, block_size: int, type_k: str, type_v: str, **arrangement: Any) -> None:
         assert (block_size, type_k, type_v) == (16, "f16", "f16")
-        self.blocks = cells
+        self.blocks, self.arrangement = cells, arrangement
 
     def step(self, tokens: Any, chunks: Any, blocks: Any, logits: Any) -> bool:
         assert tokens.dtype == chunks.dtype == blocks.dtype == np.int32 and logits.dtype == np.float32
@@ -193,6 +198,52 @@ def test_several_tokens_of_a_stream_are_one_chunk_with_logits_of_each() -> None:
     streams.advance(array("i", range(8)), position=12)
     tokens, chunks, blocks, rows = engine.steps[0]
     assert (tokens, chunks, rows) == (list(range(8)), [[8, 12, 8, 2, 0, 0]], 8) and len(set(blocks)) == 2
+
+
+STATES = plan_groups([LayerKV(1, 0, 512)], 16, apart=False, states=[LayerState(0, (512, 512, 512))])
+
+
+def test_states_are_read_where_the_step_before_wrote_them_and_go_back_to_those_of_the_prompt() -> None:
+    from cllm_bench.kernels.blocks import BlockStreams
+
+    engine = RecordingEngine()
+    streams = BlockStreams(engine, 50, 2, 40, layout=STATES)  # type: ignore[arg-type]
+    assert engine.arrangement["state_cells"] == 3 and engine.arrangement["states"] == [(0, STATES.states.places[0])]
+    streams.prompt(array("i", range(20)))
+    _, chunks, blocks, _ = engine.steps[-1]
+    assert chunks == [[20, 0, 1, 2, 0, 0, 0, 3]]
+    kept = blocks[2:]
+    streams.share()
+    targets = dict(engine.copies)
+    assert len(targets) == 3 + 3 and set(kept) <= targets.keys()
+    for _ in range(2):
+        before = [*kept, *(targets[cell] for cell in kept)]
+        for position in (20, 21, 22):
+            streams.decode(array("i", [7, 8]), position)
+            _, chunks, blocks, _ = engine.steps[-1]
+            assert chunks == [[1, position, 1, 2, 0, 0, 3, 3]] * 2
+            table = np.array(blocks).reshape(2, 2 + 3 + 3)
+            read, written = table[:, 2:5].ravel().tolist(), table[:, 5:].ravel().tolist()
+            assert read == before and not set(read) & set(written)
+            assert not set(written) & {*kept, *(targets[cell] for cell in kept)}
+            before = written
+        streams.rewind(20)
+    used = [cell for step in engine.steps for cell in step[2]]
+    assert len(set(used)) == 2 * (2 + 3 * 3)
+
+
+@pytest.mark.parametrize(
+    ("keys", "plan"),
+    [
+        ({}, ANY_MODEL),
+        ({"attention.sliding_window": 16}, WINDOWS),
+        ({"shortconv.l_cache": 3}, STATES_PLAN),
+        ({"ssm.state_size": 128}, STATES_PLAN),
+    ],
+)
+def test_what_must_be_reached_follows_what_layers_keep(keys: dict[str, int], plan: Plan) -> None:
+    model = SimpleNamespace(keys=SimpleNamespace(any=keys.get))
+    assert plan_for(model) is plan  # type: ignore[arg-type]
 
 
 def test_the_native_engine_does_all_kinds_of_work(tiny: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from cllm._native import Engine
+from cllm.kv.groups import KVLayout
 from cllm_bench.kernels.streams import Tokens
 
 BLOCK = 16
@@ -13,6 +16,8 @@ KV_TYPE = "f16"
 SPARE = 4
 """The arena is this many times as large as what is used, and the rest behind it: memory that nobody uses must not be
 taken."""
+_STATES = 3
+"""A stream's state as it was filled, and two more, of which a step reads one and writes the other."""
 
 
 class BlockStreams:
@@ -27,24 +32,32 @@ class BlockStreams:
         *,
         type_k: str = KV_TYPE,
         type_v: str = KV_TYPE,
+        layout: KVLayout | None = None,
     ) -> None:
+        """`layout`: of a model whose layers carry states."""
         self._engine = engine
         per_stream = -(-room // BLOCK)
-        used = streams * per_stream
-        engine.allocate(cells=SPARE * used, block_size=BLOCK, type_k=type_k, type_v=type_v)
+        blocks = streams * per_stream
+        state_cells, arrangement = _states_of(layout)
+        used = blocks + streams * _STATES * state_cells
+        engine.allocate(cells=SPARE * used, block_size=BLOCK, type_k=type_k, type_v=type_v, **arrangement)
         placed = np.random.default_rng(streams).permutation(used).astype(np.int32)
-        self._tables = placed.reshape(streams, per_stream)
+        self._tables = placed[:blocks].reshape(streams, per_stream)
+        self._states = placed[blocks:].reshape(streams, _STATES, state_cells)
+        self._kept, self._latest = 0, 0
+        """Which of its states every stream goes back to, and which one it has."""
         self._n_vocab = n_vocab
         self._logits = np.empty((streams, n_vocab), np.float32)
-        self.tokens_used = used * BLOCK
+        self.tokens_used = blocks * BLOCK
 
     def prompt(self, tokens: Tokens[int]) -> None:
         self._step(tokens, self._tables[:1], 0, len(tokens))
+        self._kept = self._latest
 
     def share(self) -> None:
-        others = self._tables[1:]
+        first, others = self._cells(slice(0, 1)), self._cells(slice(1, None))
         if others.size:
-            sources = np.broadcast_to(self._tables[0], others.shape)
+            sources = np.broadcast_to(first, others.shape)
             self._engine.copy_blocks(np.stack([sources.ravel(), others.ravel()], axis=1))
 
     def decode(self, tokens: Tokens[int], position: int) -> None:
@@ -56,7 +69,12 @@ class BlockStreams:
         self._step(tokens, self._tables[:1], position, len(tokens), wanted=len(tokens))
 
     def rewind(self, position: int) -> None:
-        """What lies behind is written over."""
+        """What lies behind is written over; states go back to those of the prompt."""
+        self._latest = self._kept
+
+    def _cells(self, streams: slice) -> NDArray[np.int32]:
+        """All that some streams hold after the prompt."""
+        return np.concatenate([self._tables[streams], self._states[streams, self._kept]], axis=1)
 
     def _step(
         self, tokens: Tokens[int], tables: NDArray[np.int32], position: int, count: int, *, wanted: int = 1
@@ -65,7 +83,29 @@ class BlockStreams:
         rows, blocks = len(tables) * wanted, -(-(position + count) // BLOCK)
         if len(self._logits) < rows:
             self._logits = np.empty((rows, self._n_vocab), np.float32)
-        chunks = np.empty((len(tables), 6), np.int32)
-        chunks[:] = (count, position, wanted, blocks, 0, 0)
-        table = np.ascontiguousarray(tables[:, :blocks]).ravel()
+        parts = [tables[:, :blocks]]
+        columns = [count, position, wanted, blocks, 0, 0]
+        if self._states.size:
+            states = self._states[: len(tables)]
+            read = states[:, self._latest, : None if position else 0]
+            self._latest = next(free for free in range(_STATES) if free not in (self._kept, self._latest))
+            write = states[:, self._latest]
+            parts += [read, write]
+            columns += [read.shape[1], write.shape[1]]
+        chunks = np.empty((len(tables), len(columns)), np.int32)
+        chunks[:] = columns
+        table = np.concatenate(parts, axis=1).ravel()
         self._engine.step(np.frombuffer(tokens, np.int32), chunks, table, self._logits[:rows])
+
+
+def _states_of(layout: KVLayout | None) -> tuple[int, dict[str, Any]]:
+    """Cells of a state, and what the engine must know of them."""
+    if layout is None or layout.states is None:
+        return 0, {}
+    states = layout.states
+    return states.cells, {
+        "cell_bytes": layout.cell_bytes,
+        "groups": [(group.layers, group.cells) for group in layout.groups],
+        "state_cells": states.cells,
+        "states": list(zip(states.layers, states.places, strict=True)),
+    }

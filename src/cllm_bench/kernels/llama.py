@@ -11,9 +11,10 @@ from typing import Any
 from cllm.backends.base import Chunk
 from cllm.backends.llama_cpp.context import Context
 from cllm.backends.llama_cpp.library import load_library
-from cllm.backends.llama_cpp.model import load_model, read_spec
+from cllm.backends.llama_cpp.model import load_model
 from cllm.backends.llama_cpp.slots import LlamaSlotOps
-from cllm.kv.ops import SlotGeometry
+from cllm.kv.ops import SavedKV, SlotGeometry
+from cllm.models.gguf import GGUFModel
 from cllm_bench.kernels.streams import Tokens, fill, tokens_per_s
 from cllm_bench.kernels.works import Work
 
@@ -25,10 +26,13 @@ PADDING = 256
 class SequenceStreams:
     """Streams as sequences of one context."""
 
-    def __init__(self, context: Context, streams: int) -> None:
+    def __init__(self, context: Context, streams: int, *, states: bool = False) -> None:
+        """`states`: the model carries some, which cannot go back: they are saved and loaded again."""
         self._context = context
         self._ops = LlamaSlotOps(context)
         self._slots = range(streams)
+        self._states = states
+        self._filled: SavedKV | None = None
 
     def prompt(self, tokens: Tokens[int]) -> None:
         self._ops.remove(0, 0)
@@ -39,6 +43,7 @@ class SequenceStreams:
     def share(self) -> None:
         for slot in self._slots[1:]:
             self._ops.copy(0, slot)
+        self._filled = self._ops.save(0) if self._states else None
 
     def decode(self, tokens: Tokens[int], position: int) -> None:
         self._context.decode([Chunk(tokens[slot : slot + 1], position, True, slot) for slot in self._slots])
@@ -48,14 +53,17 @@ class SequenceStreams:
 
     def rewind(self, position: int) -> None:
         for slot in self._slots:
-            self._ops.remove(slot, position)
+            self._ops.remove(slot, 0 if self._filled is not None else position)
+            if self._filled is not None:
+                self._ops.load(slot, self._filled)
 
 
 class LlamaEngine:
     def __init__(self, *, model: str, threads: int) -> None:
         self._library = load_library()
         self._model = load_model(self._library, Path(model), mmap=True, mlock=False)
-        self.n_vocab = read_spec(self._library.api, self._model).n_vocab
+        spec = GGUFModel.open(Path(model)).spec
+        self.n_vocab, self._recurrent = spec.n_vocab, spec.recurrent
         self._threads = threads
         self._contexts: dict[tuple[Work, bool], tuple[Context, SequenceStreams]] = {}
 
@@ -95,7 +103,7 @@ class LlamaEngine:
             room = -(-work.room // PADDING) * PADDING
             sequences = max(work.streams, work.rows)  # as many rows of logits as a context has sequences
             context = self._open(sequences * room, sequences, flash=flash)
-            streams = SequenceStreams(context, work.streams)
+            streams = SequenceStreams(context, work.streams, states=self._recurrent)
             if work.steps:
                 fill(streams, work, self.n_vocab)
             self._contexts[key] = (context, streams)
