@@ -241,7 +241,12 @@ class Generation:
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens found in the cache."""
-        return self.request.cached_tokens
+        return self.request.hit.tokens
+
+    @property
+    def known_tokens(self) -> int:
+        """Prompt tokens found in the cache, whether all layers could go on behind them or not."""
+        return self.request.hit.known
 
     @property
     def computed_tokens(self) -> int:

@@ -17,7 +17,7 @@ from cllm.cluster.router import PrefixRouter
 from cllm.cluster.routing_view import RoutingView, share_view
 from cllm.engine.observer import Observers
 from cllm.engine.params import SamplingParams
-from cllm.engine.request import FinishReason, Output, Request
+from cllm.engine.request import NO_HIT, FinishReason, Output, Request
 from cllm.errors import BackendError, ModelUnavailableError, OverloadedError, ShuttingDownError
 from cllm.generation import Generation
 from cllm.observe.router_metrics import RouterMetrics
@@ -96,21 +96,21 @@ class Replicas:
 
     def begins_and_dies(self, job: ReplicaJob, peer: Peer) -> None:
         self.dispatcher.on_accepted(peer, Accepted(job.name))
-        self.dispatcher.on_output(peer, Output(job.name, 0, 97, None, None, None, None, 0))
+        self.dispatcher.on_output(peer, Output(job.name, 0, 97, None, None, None, None, NO_HIT))
         self.dispatcher.on_lost(peer)
 
     def ends_one_and_dies(self, job: ReplicaJob, peer: Peer) -> None:
         """The first of two answers."""
         self.dispatcher.on_accepted(peer, Accepted(job.name))
         if job.submission.generated is None:
-            self.dispatcher.on_output(peer, Output(job.name, 0, 97, None, FinishReason.LENGTH, None, None, 0))
+            self.dispatcher.on_output(peer, Output(job.name, 0, 97, None, FinishReason.LENGTH, None, None, NO_HIT))
         self.dispatcher.on_lost(peer)
 
     def fails(self, job: ReplicaJob, peer: Peer) -> None:
         """As a whole, which is told with the first answer."""
         self.dispatcher.on_accepted(peer, Accepted(job.name))
         error = BackendError("tokens are lost")
-        self.dispatcher.on_output(peer, Output(job.name, 0, None, None, FinishReason.ERROR, None, error, 0))
+        self.dispatcher.on_output(peer, Output(job.name, 0, None, None, FinishReason.ERROR, None, error, NO_HIT))
 
     def goes_on_with_one(self, job: ReplicaJob, peer: Peer) -> None:
         """The other of two answers is cancelled, which the replica does."""
@@ -118,7 +118,7 @@ class Replicas:
         self.dispatcher.cancel(job.name.partition("~")[0], 0, FinishReason.CANCELLED)
         for answer, reason in ((0, FinishReason.CANCELLED), (1, None), (1, FinishReason.LENGTH)):
             self.dispatcher.on_output(
-                peer, Output(job.name, answer, None if not answer else 98, None, reason, None, None, 0)
+                peer, Output(job.name, answer, None if not answer else 98, None, reason, None, None, NO_HIT)
             )
 
     def begins_and_drains(self, job: ReplicaJob, peer: Peer) -> None:
@@ -128,10 +128,10 @@ class Replicas:
     def is_stopped(self, job: ReplicaJob, peer: Peer) -> None:
         """By a stop string, which the ingress finds: it cancels the answer, and the replica ends it."""
         self.dispatcher.on_accepted(peer, Accepted(job.name))
-        self.dispatcher.on_output(peer, Output(job.name, 0, 97, None, None, None, None, 0))
+        self.dispatcher.on_output(peer, Output(job.name, 0, 97, None, None, None, None, NO_HIT))
         self.dispatcher.cancel(job.name.partition("~")[0], 0, FinishReason.STOP)
         if not self.dies_then:
-            self.dispatcher.on_output(peer, Output(job.name, 0, None, None, FinishReason.STOP, None, None, 0))
+            self.dispatcher.on_output(peer, Output(job.name, 0, None, None, FinishReason.STOP, None, None, NO_HIT))
             self.dispatcher.on_ended(peer, Ended(job.name, []))
         self.dispatcher.on_lost(peer)
 
@@ -140,14 +140,16 @@ class Replicas:
         self.dispatcher.on_accepted(peer, Accepted(job.name))
         self.dispatcher.cancel(job.name.partition("~")[0], None, FinishReason.CANCELLED)
         self.dispatcher.on_progress(peer, ReplicaProgress(job.name, 3, 0))
-        self.outputs.append(Output(job.name.partition("~")[0], 0, None, None, FinishReason.CANCELLED, None, None, 0))
+        self.outputs.append(
+            Output(job.name.partition("~")[0], 0, None, None, FinishReason.CANCELLED, None, None, NO_HIT)
+        )
 
     def fails_at_once(self, job: ReplicaJob, peer: Peer) -> None:
         """The call itself does."""
 
     def finishes(self, job: ReplicaJob, peer: Peer) -> None:
         self.dispatcher.on_accepted(peer, Accepted(job.name))
-        self.dispatcher.on_output(peer, Output(job.name, 0, 98, None, FinishReason.LENGTH, None, None, 0))
+        self.dispatcher.on_output(peer, Output(job.name, 0, 98, None, FinishReason.LENGTH, None, None, NO_HIT))
 
 
 def replicas(*steps: str | Refusal, names: str = "ab") -> Replicas:

@@ -114,7 +114,7 @@ def test_others_are_served_while_one_waits(written: Path) -> None:
         assert server.kv.loading == 1
         server.files.go.set()
         assert server.answer(request) == reference(request)
-        assert server.collector.ends[request.id, 0].cached_tokens == 96
+        assert server.collector.ends[request.id, 0].hit.tokens == 96
         until(lambda: server.engine.snapshot.kv.referenced == 0)
 
 
@@ -126,7 +126,7 @@ def test_an_answer_that_is_resumed_finds_its_own_tokens_there(tmp_path: Path) ->
         resumed = server.ask(PROMPT, params=params, generated=[answer[:50]])
         assert server.answer(resumed) == answer[50:]
         assert server.backend.computed_tokens <= 10 + 4
-        assert server.collector.ends[resumed.id, 0].cached_tokens == len(PROMPT)
+        assert server.collector.ends[resumed.id, 0].hit.tokens == len(PROMPT)
 
 
 def test_the_engine_rests_while_it_waits(written: Path) -> None:
@@ -192,7 +192,7 @@ def test_what_cannot_be_read_is_computed(written: Path) -> None:
     with serving(written) as server:
         request = server.ask(PROMPT)
         assert server.answer(request) == reference(request)
-        assert 0 < server.collector.ends[request.id, 0].cached_tokens < 96
+        assert 0 < server.collector.ends[request.id, 0].hit.tokens < 96
         assert server.engine.snapshot.kv.disk.failed_loads == 1
 
 

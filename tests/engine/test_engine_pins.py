@@ -60,7 +60,7 @@ def test_a_prompt_is_pinned_when_its_answer_ends(layout: str) -> None:
     again = make_request(PROMPT, pins=[PinMark(len(PROMPT))])
     submit(engine, again)
     run_all(engine)
-    assert again.cached_tokens >= len(PROMPT) - 4
+    assert again.hit.tokens >= len(PROMPT) - 4
     assert collector.tokens[again.id, 0] == reference(again)
     assert engine.snapshot.kv.pins == 1
 

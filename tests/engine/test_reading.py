@@ -53,7 +53,7 @@ def test_a_cached_prefix_changes_nothing(layout: str, kind: str) -> None:
     assert collector.tokens.get((again.id, 0), []) == reference(again)
     # The last token's state is all that is wanted, so only there the cache is of use.
     assert (computed < len(again.prompt)) == (kind == "last")
-    assert (again.cached_tokens > 0) == (kind == "last")
+    assert (again.hit.tokens > 0) == (kind == "last")
     assert_nothing_left(engine)
 
 

@@ -235,7 +235,7 @@ def test_answers_share_the_prompt(generated: list[int]) -> None:
     request = make_request(prompt, params, generated=cut_off(answers, generated))
     computed = server.computed(request)
     assert computed <= 120 + 3 * 12 + 2 * 4
-    assert (request.cached_tokens, server.scheduler.requests.prompt_tokens) == (0, 120)
+    assert (request.hit.tokens, server.scheduler.requests.prompt_tokens) == (0, 120)
 
 
 def test_ended_answers_are_not_run_again() -> None:

@@ -45,7 +45,7 @@ def test_cached_equals_uncached_and_costs_less(layout: str) -> None:
     outputs = run(scheduler, backend)
     assert answer(outputs, second) == answer(first_outputs, first) == reference(second)
     assert backend.computed_tokens - spent < spent / 2
-    assert second.cached_tokens >= 32
+    assert second.hit.tokens >= 32
 
 
 def test_a_shared_prompt_is_computed_once_even_when_all_come_together(layout: str) -> None:
@@ -262,7 +262,7 @@ def test_a_prompt_that_is_preempted_half_way_counts_once() -> None:
     outputs += run(scheduler, backend)
     assert answer(outputs, long) == reference(long)
     assert scheduler.requests.prompt_tokens == 43 and scheduler.requests.cached_tokens == 0
-    assert long.cached_tokens == 0 and {o.cached_tokens for o in outputs} == {0}
+    assert long.hit.tokens == 0 and {o.hit.tokens for o in outputs} == {0}
     usage = scheduler.kv.usage()
     assert (usage.query_tokens, usage.hit_tokens) == (43, 0)
 

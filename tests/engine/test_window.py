@@ -146,7 +146,7 @@ def test_what_was_computed_before_the_first_drop_is_found_by_others(layout: str)
         outputs += run(scheduler, backend)
         assert answer(outputs, request) == windowed_reference(request, layout)
     # A slot holds one sequence: when tokens were dropped from it, only its beginning is left to share.
-    assert (first.cached_tokens, second.cached_tokens, plain.cached_tokens) == (
+    assert (first.hit.tokens, second.hit.tokens, plain.hit.tokens) == (
         (0, window.capacity - 4, window.capacity) if layout == "paged" else (0, 0, 0)
     )
 
@@ -161,8 +161,8 @@ def test_a_cached_prefix_is_used_and_stays_as_it_is(layout: str) -> None:
     for request in (plain, windowed, again):
         scheduler.requests.add(request)
         outputs += run(scheduler, backend)
-    assert windowed.cached_tokens == 60
-    assert again.cached_tokens >= 60
+    assert windowed.hit.tokens == 60
+    assert again.hit.tokens >= 60
     for request in (plain, windowed, again):
         assert answer(outputs, request) == windowed_reference(request, layout)
 

@@ -62,6 +62,7 @@ def record(**changes: object) -> RequestRecord:
         "error": None,
         "prompt_tokens": 10,
         "cached_tokens": 4,
+        "known_tokens": 4,
         "generated_tokens": 3,
         "queued_s": 0.02,
         "ttft_s": 0.3,

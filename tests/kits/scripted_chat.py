@@ -36,6 +36,7 @@ SPOKEN = (
 class ScriptedChat:
     prompt_tokens, cached_tokens, completion_tokens, marked_tokens, reasoning_tokens = 20, 8, 9, 12, 3
     computed_tokens = 20
+    cache_details = None
 
     def __init__(self, model: Any, prefix: str, pieces: Sequence[ChatDelta], failure: Exception | None) -> None:
         self.head = Head(f"{prefix}-1", 1_700_000_000, "tiny")

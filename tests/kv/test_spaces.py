@@ -343,8 +343,8 @@ def test_nobody_waits_for_a_prompt_that_another_tenant_computes(layout: str) -> 
     assert first.state is other.state is RequestState.PROCESSING
     assert same.state is RequestState.PENDING
     outputs += run(scheduler, backend)
-    assert (first.cached_tokens, other.cached_tokens) == (0, 0)
-    assert same.cached_tokens >= 32
+    assert (first.hit.tokens, other.hit.tokens) == (0, 0)
+    assert same.hit.tokens >= 32
     assert answer(outputs, first) == answer(outputs, other) == answer(outputs, same) == reference(first)
 
 

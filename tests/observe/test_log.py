@@ -34,6 +34,7 @@ def record(**changes: Any) -> RequestRecord:
         "error": None,
         "prompt_tokens": 330,
         "cached_tokens": 256,
+        "known_tokens": 256,
         "generated_tokens": 65,
         "queued_s": 0.0123,
         "ttft_s": 0.25,
@@ -92,6 +93,13 @@ def test_a_request_is_one_readable_line(capsys: pytest.CaptureFixture[str]) -> N
     )
 
 
+def test_a_request_that_computed_what_was_known_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging(LogConfig())
+    RequestLog().on_finished(record(known_tokens=304))
+    (line,) = written(capsys)
+    assert "prompt 330 (256 cached of 304 known), " in line
+
+
 def test_a_text_to_embed_has_a_line_only_if_it_failed(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging(LogConfig())
     RequestLog().on_finished(record(embeds=True))
@@ -125,6 +133,7 @@ def test_json_lines_carry_the_fields(capsys: pytest.CaptureFixture[str]) -> None
         "error": None,
         "prompt_tokens": 330,
         "cached_tokens": 256,
+        "known_tokens": 256,
         "generated_tokens": 65,
         "queue_s": 0.0123,
         "ttft_s": 0.25,

@@ -123,8 +123,9 @@ async def test_cached_tokens_are_in_the_trace(traced: Traced) -> None:
             reply = (await client.post("/v1/completions", json={"prompt": prompt, "temperature": 0})).json()
     cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached >= 32
-    found = [values(span)["gen_ai.usage.cache_read.input_tokens"] for span in traced.end() if span.name == "prefill"]
-    assert found == [0, cached]
+    spans = [values(span) for span in traced.end() if span.name == "prefill"]
+    assert [span["gen_ai.usage.cache_read.input_tokens"] for span in spans] == [0, cached]
+    assert [span["cllm.cache.known_tokens"] for span in spans] == [0, cached]
 
 
 async def test_the_trace_of_the_client_goes_on(traced: Traced) -> None:

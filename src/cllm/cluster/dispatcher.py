@@ -24,7 +24,7 @@ from cllm.cluster.messages import ENDS_ALL, Accepted, Cancel, Ended, Refusal, Re
 from cllm.cluster.peers import Peer
 from cllm.cluster.routing_view import RoutingView
 from cllm.engine.observer import Observers, record_of
-from cllm.engine.request import FinishReason, Output, Request, RequestState
+from cllm.engine.request import NO_HIT, FinishReason, Output, Request, RequestState
 from cllm.engine.resuming import Generated
 from cllm.errors import (
     BackendError,
@@ -366,7 +366,7 @@ class Dispatcher:
             if message.computed and not first.running:
                 first.running = True
                 running.request.admitted_at = time.monotonic()
-            running.request.cached_tokens = message.cached
+            running.request.hit = message.hit
 
     def on_ended(self, peer: Peer, message: Ended) -> None:
         running = self._of(peer, message.job)
@@ -394,7 +394,7 @@ class Dispatcher:
             self._metrics.failed()
         answer = _open_answer(running.request)
         self._end(running, reason, error)
-        self._deliver([Output(running.request.id, answer, None, None, reason, None, error, 0)])
+        self._deliver([Output(running.request.id, answer, None, None, reason, None, error, NO_HIT)])
 
     def _end(self, running: _Running, reason: FinishReason, error: Exception | None) -> None:
         if running.ended:
@@ -446,7 +446,7 @@ def _mirror(request: Request, output: Output, now: float) -> None:
     """Keep the request as its engine would."""
     sequence = request.sequences[output.answer]
     if request.first_token_at is None and output.token_id is not None:
-        request.cached_tokens = output.cached_tokens
+        request.hit = output.hit
         request.admitted_at = request.admitted_at or request.arrival
         request.first_token_at = now
         sequence.num_computed = sequence.n_prompt

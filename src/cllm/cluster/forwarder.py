@@ -6,7 +6,7 @@ import asyncio
 
 from cllm.cluster.link import Link
 from cllm.cluster.messages import ENDS_ALL, Ended, ReplicaProgress, portable
-from cllm.engine.request import FinishReason, Output, Request
+from cllm.engine.request import NO_HIT, FinishReason, Output, Request
 
 
 class Forwarder:
@@ -36,7 +36,7 @@ class Forwarder:
     def fail(self, error: Exception) -> None:
         """End all answers with an error."""
         if not self.done:
-            self.link.send(Output(self.request.id, 0, None, None, FinishReason.ERROR, None, portable(error), 0))
+            self.link.send(Output(self.request.id, 0, None, None, FinishReason.ERROR, None, portable(error), NO_HIT))
             self._end()
 
     def abandon(self) -> None:
@@ -49,7 +49,7 @@ class Forwarder:
         computed = self.request.computed
         if not self.request.generated and computed != self._reported:
             self._reported = computed
-            self.link.send(ReplicaProgress(self.request.id, computed, self.request.cached_tokens))
+            self.link.send(ReplicaProgress(self.request.id, computed, self.request.hit))
 
     def _end(self) -> None:
         if not self.done:

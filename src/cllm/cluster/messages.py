@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from cllm.engine.request import FinishReason
+from cllm.engine.request import CacheHit, FinishReason
 from cllm.engine.stats import EngineSnapshot
 from cllm.engine.submission import Submission
 from cllm.errors import BackendError, CLLMError, describe
@@ -107,7 +107,7 @@ class ReplicaProgress(NamedTuple):
 
     job: str
     computed: int
-    cached: int
+    hit: CacheHit
 
 
 class Ended(NamedTuple):

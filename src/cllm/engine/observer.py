@@ -23,6 +23,8 @@ class RequestRecord:
     error: str | None
     prompt_tokens: int
     cached_tokens: int
+    known_tokens: int
+    """Cached, if not in a way that all layers could go on from."""
     generated_tokens: int
     queued_s: float
     ttft_s: float | None
@@ -46,7 +48,8 @@ def record_of(request: Request, now: float, error: Exception | None) -> RequestR
         reason=request.reason.value,
         error=str(error) if error is not None else None,
         prompt_tokens=len(request.prompt),
-        cached_tokens=request.cached_tokens,
+        cached_tokens=request.hit.tokens,
+        known_tokens=request.hit.known,
         generated_tokens=request.generated,
         queued_s=admitted - request.arrival,
         ttft_s=ttft_s,

@@ -43,16 +43,18 @@ def log_long_prompt(sequence: Sequence, cached: int, costs: StepCosts) -> None:
     if request.preemptions or (missing < LONG_TOKENS if seconds is None else seconds < LONG_S):
         return
     expected = "" if seconds is None else f"; about {seconds:,.0f} s if it is computed alone"
+    known = f" of {sequence.known} known" if sequence.known > cached else ""
     fields = {
         "request_id": request.id,
         "prompt_tokens": sequence.n_prompt,
         "cached_tokens": cached,
+        "known_tokens": max(sequence.known, cached),
         "uncomputed_tokens": missing,
         "expected_s": None if seconds is None else round(seconds, 1),
     }
     log.info(
-        "%s begins a long prompt: %d tokens, %d cached, %d to compute%s",
-        *(request.id, sequence.n_prompt, cached, missing, expected),
+        "%s begins a long prompt: %d tokens, %d cached%s, %d to compute%s",
+        *(request.id, sequence.n_prompt, cached, known, missing, expected),
         extra={"fields": fields},
     )
 

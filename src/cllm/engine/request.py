@@ -57,6 +57,18 @@ _END_STATES = {
 }
 
 
+class CacheHit(NamedTuple):
+    """What was cached of a prompt when its request was first admitted."""
+
+    tokens: int = 0
+    """How many were not computed again."""
+    known: int = 0
+    """How many were there: behind some, layers with a window or a state may have had nothing to go on from."""
+
+
+NO_HIT = CacheHit()
+
+
 class Output(NamedTuple):
     """What a step gave a sequence: a token, an end, or both."""
 
@@ -67,7 +79,7 @@ class Output(NamedTuple):
     reason: FinishReason | None
     stop_token: int | None
     error: Exception | None
-    cached_tokens: int
+    hit: CacheHit
     read: PromptScores | Embedding | None = None
     """The result of scoring or pooling the prompt; then all else is empty."""
 
@@ -75,7 +87,7 @@ class Output(NamedTuple):
 def token_output(request: Request, index: int, token: int, logprob: TokenLogprob | None) -> Output:
     """A token, and nothing else. Bypasses the constructor, which takes several times as long: this runs for every
     token of every answer."""
-    return tuple.__new__(Output, (request.id, index, token, logprob, None, None, None, request.cached_tokens, None))
+    return tuple.__new__(Output, (request.id, index, token, logprob, None, None, None, request.hit, None))
 
 
 class DraftState:
@@ -266,12 +278,12 @@ class Request:
         "_final",
         "admitted_at",
         "arrival",
-        "cached_tokens",
         "deadline",
         "end_ids",
         "first_answer",
         "first_token_at",
         "gaps",
+        "hit",
         "id",
         "last_token_at",
         "params",
@@ -308,8 +320,7 @@ class Request:
         """Whether some of its tokens were generated elsewhere."""
         self.unfinished = self.params.n
         self.preemptions = 0
-        self.cached_tokens = 0
-        """Prompt tokens found in the cache when the request was first admitted."""
+        self.hit = NO_HIT
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None

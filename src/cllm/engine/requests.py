@@ -14,7 +14,7 @@ from itertools import count
 
 from cllm.engine.observer import Observers, record_of
 from cllm.engine.plan import Drafting
-from cllm.engine.request import FinishReason, Output, Request, RequestState, Sequence
+from cllm.engine.request import CacheHit, FinishReason, Output, Request, RequestState, Sequence
 from cllm.engine.sampling import TokenLogprob
 from cllm.errors import RequestTimeoutError
 from cllm.kv.manager import KVManager
@@ -168,9 +168,10 @@ class Requests:
             self.dequeued += 1
             request.admitted_at = self.clock()
             # A later admission finds what the request itself computed: that does not count.
-            request.cached_tokens = min(cached, sequence.n_prompt)
+            cached = min(cached, sequence.n_prompt)
+            request.hit = CacheHit(cached, min(max(cached, sequence.known), sequence.n_prompt))
             self.prompt_tokens += sequence.n_prompt
-            self.cached_tokens += request.cached_tokens
+            self.cached_tokens += cached
         request.state = RequestState.PROCESSING
 
     def preempt(self, sequence: Sequence, *, keep: bool = True) -> None:
@@ -221,9 +222,7 @@ class Requests:
         request = sequence.request
         sequence.ended = True
         stop_token = token if reason is FinishReason.STOP else None
-        self.outputs.append(
-            Output(request.id, sequence.index, token, logprob, reason, stop_token, error, request.cached_tokens)
-        )
+        self.outputs.append(Output(request.id, sequence.index, token, logprob, reason, stop_token, error, request.hit))
         if sequence.running:
             self.stop_running(sequence)
             # With a token, the step was applied.

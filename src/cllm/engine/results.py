@@ -103,9 +103,7 @@ class Results:
             return False
         sequence.reading = None
         request = sequence.request
-        self._requests.outputs.append(
-            Output(request.id, 0, None, None, None, None, None, request.cached_tokens, result)
-        )
+        self._requests.outputs.append(Output(request.id, 0, None, None, None, None, None, request.hit, result))
         return True
 
     def _take_choice(self, sequence: Sequence, choice: Choice | Exception | None, now: float) -> None:

@@ -153,7 +153,7 @@ def view_of(request: Request, now: float) -> RequestView:
     if request.first_token_at is not None and request.last_token_at is not None:
         tokens, seconds = generated - request.params.n, request.last_token_at - request.first_token_at
     elif request.admitted_at is not None:
-        tokens, seconds = computed - request.cached_tokens, now - request.admitted_at
+        tokens, seconds = computed - request.hit.tokens, now - request.admitted_at
     else:
         tokens, seconds = 0, 0.0
     return RequestView(
@@ -161,7 +161,7 @@ def view_of(request: Request, now: float) -> RequestView:
         any(sequence.running for sequence in request.sequences),
         len(request.prompt),
         computed,
-        request.cached_tokens,
+        request.hit.tokens,
         generated,
         request.params.n,
         max(0, tokens) / seconds if seconds > 0 else 0.0,

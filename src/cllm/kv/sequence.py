@@ -36,6 +36,7 @@ class KVSequence:
         "hole",
         "in_parts",
         "kept",
+        "known",
         "load",
         "local",
         "marks",
@@ -83,6 +84,9 @@ class KVSequence:
         self.marks: list[int] = []
         # Whether it may have memory for only some of its known tokens; `grow` gives more.
         self.in_parts = False
+        # How much of it the cache had for layers that attend to everything, when it was admitted: more than it could go
+        # on from where others kept too little.
+        self.known = 0
         # Positions [end, room) can be written without asking for more memory.
         self.room = 0
 

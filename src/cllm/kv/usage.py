@@ -102,6 +102,9 @@ class KVUsage(NamedTuple):
     pinned: int = 0
     """Units held by pins. They count as referenced."""
     pins_refused: int = 0
+    known_tokens: int = 0
+    """Paged: those that layers which attend to everything had cached; more than were hit where others kept too
+    little."""
     groups: tuple[GroupUsage, ...] = ()
     """Paged: of layers that attend to everything, and of those that keep something else."""
     snapshots: int = 0

@@ -128,7 +128,7 @@ class RequestLog:
     def on_finished(self, record: RequestRecord) -> None:
         rate = tokens_per_second(record.generated_tokens, record.decode_s)
         parts = [
-            f"{record.request_id} {record.reason}: prompt {record.prompt_tokens} ({record.cached_tokens} cached)",
+            f"{record.request_id} {record.reason}: prompt {record.prompt_tokens} ({_cached(record)})",
             f"generated {record.generated_tokens}",
             f"queue {record.queued_s:.3f} s",
         ]
@@ -150,6 +150,7 @@ class RequestLog:
             "error": record.error,
             "prompt_tokens": record.prompt_tokens,
             "cached_tokens": record.cached_tokens,
+            "known_tokens": record.known_tokens,
             "generated_tokens": record.generated_tokens,
             "queue_s": _rounded(record.queued_s),
             "ttft_s": _rounded(record.ttft_s),
@@ -217,6 +218,11 @@ class EfficiencyLog:
 
 def _events(snapshot: EngineSnapshot | None) -> tuple[int, int]:
     return (snapshot.steps, sum(snapshot.finished.values())) if snapshot else (0, 0)
+
+
+def _cached(record: RequestRecord) -> str:
+    known = f" of {record.known_tokens} known" if record.known_tokens > record.cached_tokens else ""
+    return f"{record.cached_tokens} cached{known}"
 
 
 def _rounded(value: float | None) -> float | None:

@@ -204,6 +204,11 @@ _STORE_GAUGES: tuple[tuple[str, str, Callable[[EngineSnapshot], float]], ...] = 
 _COUNTERS = (
     _Value("prefix_cache_queries", "Prompt tokens looked up in the KV cache.", lambda s: s.kv.query_tokens),
     _Value("prefix_cache_hits", "Prompt tokens found in the KV cache.", lambda s: s.kv.hit_tokens),
+    _Value(
+        "prefix_cache_known",
+        "Prompt tokens cached for layers that attend to everything; more than hits where other layers kept too little.",
+        lambda s: s.kv.known_tokens,
+    ),
     _Value("num_preemptions", "Preempted requests, to be computed again.", lambda s: s.preemptions),
     _Value("prompt_tokens", "Prompt tokens of all requests.", lambda s: s.prompt_tokens),
     _Value("prompt_tokens_cached", "Prompt tokens that came from the KV cache.", lambda s: s.cached_tokens),

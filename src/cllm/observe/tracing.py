@@ -194,6 +194,7 @@ class Tracing:
             if name == "prefill":
                 span.set_attribute("gen_ai.usage.input_tokens", record.prompt_tokens)
                 span.set_attribute("gen_ai.usage.cache_read.input_tokens", record.cached_tokens)
+                span.set_attribute("cllm.cache.known_tokens", record.known_tokens)
                 if record.ttft_s is not None:
                     span.set_attribute("gen_ai.response.time_to_first_chunk", record.ttft_s)
             elif name == "decode":

@@ -109,7 +109,7 @@ class PagedKVManager(KVManager):
         self.edits = BlockEdits(self.arena, self.room, self.pins, self.tables.local)
         self.loads = BlockLoads(self.arena, self.tiers, self.tables, self.offload, clock)
         self._clock = clock
-        self._queried = self._hit = 0
+        self._queried = self._hit = self._known = 0
         self._start_empty()
 
     def _start_empty(self) -> None:
@@ -158,6 +158,7 @@ class PagedKVManager(KVManager):
         if sequence.counts_as_query:
             self._queried += len(sequence.tokens)
             self._hit += sequence.num_computed
+            self._known += sequence.known
         return sequence.num_computed
 
     def grow(self, sequence: KVSequence, count: int) -> bool:
@@ -295,6 +296,7 @@ class PagedKVManager(KVManager):
             moved_bytes=self.moved_bytes,
             query_tokens=self._queried,
             hit_tokens=self._hit,
+            known_tokens=self._known,
             extents_used=extents.occupied,
             extents_needed=extents_needed(pool),
             extents_ready=extents.ready_count(),

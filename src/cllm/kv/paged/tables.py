@@ -44,10 +44,10 @@ class BlockTables:
             waits = self._resizer is not None and self._resizer.expects_more
             if waits or not self._pins.give_way(running=0):
                 return False
+        known = sequence.known = full.matched // TOKEN_BYTES
         if self.local is None:
             self.begin(sequence, found, self._missing(sequence, found))
             return True
-        known = full.matched // TOKEN_BYTES
         self.local.enter(sequence, found)  # first, so that the snapshot there is not evicted to make room
         self.begin(sequence, found, self._missing(sequence, found))
         self.local.begin(sequence, known)

@@ -36,6 +36,7 @@ def usage_of(chat: ChatStream) -> dict[str, Any]:
         "cache_creation_input_tokens": created,
         "cache_read_input_tokens": chat.cached_tokens,
         "output_tokens": chat.completion_tokens,
+        **({} if chat.cache_details is None else {"cache_details": chat.cache_details._asdict()}),
     }
 
 

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from cllm.server.schema.replies import CacheDetailsReply
+
 
 class AnthropicUsage(BaseModel):
     input_tokens: int = Field(description="Prompt tokens neither cached nor marked with cache_control.")
@@ -14,6 +16,7 @@ class AnthropicUsage(BaseModel):
     )
     cache_read_input_tokens: int = Field(description="Prompt tokens found in the KV cache.")
     output_tokens: int
+    cache_details: CacheDetailsReply | None = Field(None, description="Only with return_cache_details.")
 
 
 class MessageReply(BaseModel):

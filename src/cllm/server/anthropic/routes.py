@@ -66,6 +66,7 @@ def _chat_input(body: MessagesInput, max_tokens: int) -> ChatInput:
         timeout=body.timeout,
         marks=conversation.marks,
         cache_control=body.cache_control,
+        cache_details=bool(body.return_cache_details),
     )
 
 

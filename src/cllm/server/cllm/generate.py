@@ -39,7 +39,7 @@ from cllm.server.http.response import (
 from cllm.server.inference.limits import pins_of
 from cllm.server.inference.streams import CompletionStream, collect, sent_by
 from cllm.server.schema.body import JsonBody
-from cllm.server.schema.replies import error_responses, event_stream, groups_of
+from cllm.server.schema.replies import CacheDetailsReply, error_responses, event_stream, groups_of
 from cllm.server.schema.structure import compiled
 from cllm.server.state import ServerState, State, tenant_of
 from cllm.text.tokenizer import TokenLimit
@@ -62,7 +62,7 @@ class _Run:
         self._started = time.perf_counter()
 
     def summary(self, answer: Completion, answers: TokenCounts) -> GenerateData:
-        elapsed = time.perf_counter() - self._started
+        elapsed, details = time.perf_counter() - self._started, answers.cache_details
         return GenerateData(
             id=self.id,
             text=answer.text,
@@ -72,6 +72,7 @@ class _Run:
             max_tokens=self.max_tokens,
             prompt_tokens=answers.prompt_tokens,
             cached_tokens=answers.cached_tokens,
+            cache_details=None if details is None else CacheDetailsReply(**details._asdict()),
             finish_reason=answer.finish_reason,
         )
 
@@ -192,4 +193,4 @@ async def _prepare(body: GenerateRequest, request: Request, state: ServerState) 
     pins, grammar = pins_of(model, body.cache_control, prompt), await compiled(model.llm, params)
     asked = Submission(prompt, params, pins=pins, grammar=grammar)
     sent = sent_by(request, model, [asked], run.id, priority=body.priority, timeout=body.timeout)
-    return run, CompletionStream(model.llm, sent)
+    return run, CompletionStream(model.llm, sent, cache_details=bool(body.return_cache_details))

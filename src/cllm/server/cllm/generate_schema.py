@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from cllm.server.schema.replies import ErrorDetail, KVGroup
+from cllm.server.schema.replies import CacheDetailsReply, ErrorDetail, KVGroup
 from cllm.server.schema.sampling import RETURN_PROGRESS, SamplingFields, in_range
 from cllm.server.schema.validation import WHOLE, Int32, ModelName, RequestModel, Text, Words
 
@@ -36,6 +36,7 @@ class GenerateData(BaseModel):
     max_tokens: int
     prompt_tokens: int
     cached_tokens: int = Field(description="Prompt tokens found in the KV cache.")
+    cache_details: CacheDetailsReply | None = Field(None, description="Only with return_cache_details.")
     finish_reason: str | None = Field(description="`stop` or `length`.")
 
 

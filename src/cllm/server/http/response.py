@@ -173,6 +173,14 @@ def data(content: Any) -> str:
     return f"data: {json.dumps(content, separators=(',', ':'))}\n\n"
 
 
+class CacheDetails(NamedTuple):
+    """Why so much of a prompt was computed."""
+
+    known_tokens: int
+    """Found in the cache, whether all layers could go on behind them or not."""
+    computed_tokens: int
+
+
 class TokenCounts(Protocol):
     """What a request has cost so far."""
 
@@ -186,6 +194,9 @@ class TokenCounts(Protocol):
 
     @property
     def completion_tokens(self) -> int: ...
+    @property
+    def cache_details(self) -> CacheDetails | None:
+        """None unless they are asked for."""
 
 
 class PromptProgress(NamedTuple):

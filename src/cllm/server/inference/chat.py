@@ -55,6 +55,7 @@ class ChatInput:
     """cache_control marks: the messages up to each."""
     cache_control: CacheControl | None = None
     """cache_control of the request itself."""
+    cache_details: bool = False
 
 
 async def open_chat(state: ServerState, request: Request, chat: ChatInput, prefix: str) -> ChatStream:
@@ -71,9 +72,8 @@ async def open_chat(state: ServerState, request: Request, chat: ChatInput, prefi
     prepared = await prepare_answers(model.llm.text, prompt, chat.params, _rules(chat, tools))
     head = Head(f"{prefix}{request.state.unique_id}", int(time.time()), model.served_name)
     submission = replace(prepared.submission, pins=pins)
-    completions = CompletionStream(
-        model.llm, sent_by(request, model, [submission], head.id, priority=chat.priority, timeout=chat.timeout)
-    )
+    sent = sent_by(request, model, [submission], head.id, priority=chat.priority, timeout=chat.timeout)
+    completions = CompletionStream(model.llm, sent, cache_details=chat.cache_details)
     return ChatStream(head, model, completions, prepared.readers)
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from cllm.dialect.deltas import ChatDelta, Delta
-from cllm.server.http.response import Turns
+from cllm.server.http.response import CacheDetails, Turns
 from cllm.server.state import session_of, tenant_of, time_left
 
 if TYPE_CHECKING:
@@ -77,12 +77,15 @@ class CompletionStream:
     through: prompt 0's `n` first, then prompt 1's.
     """
 
-    def __init__(self, llm: AsyncLLM, submissions: Sequence[Submission], batch: int = BATCH) -> None:
+    def __init__(
+        self, llm: AsyncLLM, submissions: Sequence[Submission], batch: int = BATCH, *, cache_details: bool = False
+    ) -> None:
         """`submissions`: at least one, with the same parameters."""
         params = submissions[0].params
         self.generations: list[Generation] = []
         self._llm = llm
         self._submissions = submissions
+        self._cache_details = cache_details
         self._n = params.n
         self._deltas: deque[Delta] = deque()
         """Deltas of all generations, in the order in which they came."""
@@ -154,6 +157,13 @@ class CompletionStream:
     @property
     def computed_tokens(self) -> int:
         return sum(generation.computed_tokens for generation in self.generations)
+
+    @property
+    def cache_details(self) -> CacheDetails | None:
+        if not self._cache_details:
+            return None
+        known = sum(generation.known_tokens for generation in self.generations)
+        return CacheDetails(known, self.prompt_tokens - self.cached_tokens)
 
     @property
     def completion_tokens(self) -> int:
@@ -240,6 +250,10 @@ class ChatStream:
     @property
     def computed_tokens(self) -> int:
         return self._completions.computed_tokens
+
+    @property
+    def cache_details(self) -> CacheDetails | None:
+        return self._completions.cache_details
 
     @property
     def completion_tokens(self) -> int:

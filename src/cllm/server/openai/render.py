@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 def usage_of(answers: TokenCounts, generated: int | None = None) -> Usage:
     """`generated`: how many tokens were generated, if not all of them count yet."""
     generated = answers.completion_tokens if generated is None else generated
+    details = {} if answers.cache_details is None else answers.cache_details._asdict()
     return Usage(
         prompt_tokens=answers.prompt_tokens,
         completion_tokens=generated,
         total_tokens=answers.prompt_tokens + generated,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=answers.cached_tokens),
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=answers.cached_tokens, **details),
     )
 
 
@@ -51,7 +52,7 @@ def completion_pieces(
         yield from report.fields(index)
         yield "}"
         start = ","
-    yield f'],"usage":{usage.model_dump_json()}}}'
+    yield f'],"usage":{usage.model_dump_json(exclude_none=True)}}}'
 
 
 def chat_pieces(
@@ -74,7 +75,7 @@ def chat_pieces(
         yield from _ids(answer, form)
         yield "}"
         start = ","
-    yield f'],"usage":{usage.model_dump_json()}'
+    yield f'],"usage":{usage.model_dump_json(exclude_none=True)}'
     yield from report.fields(0)
     yield "}"
 
@@ -136,7 +137,7 @@ class _OpenAIEvents:
         ids = f',"token_ids":{as_json([*generated])}' if self._lists_ids else ""
         usage = ',"usage":null' if self._include_usage else ""
         if self._counts is not None:
-            usage = f',"usage":{usage_of(self._counts, self._generated).model_dump_json()}'
+            usage = f',"usage":{usage_of(self._counts, self._generated).model_dump_json(exclude_none=True)}'
         self._stop = f"{ids}}}]{usage}}}\n\n"
         self._running = f',"logprobs":null,"finish_reason":null{self._stop}'
 
@@ -148,7 +149,7 @@ class _OpenAIEvents:
     def end(self, answers: TokenCounts) -> str:
         if not self._include_usage:
             return DONE
-        return f'{self._start}],"usage":{usage_of(answers).model_dump_json()}}}\n\n{DONE}'
+        return f'{self._start}],"usage":{usage_of(answers).model_dump_json(exclude_none=True)}}}\n\n{DONE}'
 
     def _count(self, delta: ChatDelta) -> None:
         """Before an event is written."""

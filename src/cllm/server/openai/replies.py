@@ -6,11 +6,13 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from cllm.server.schema.replies import KVGroup
+from cllm.server.schema.replies import COMPUTED_TOKENS, KNOWN_TOKENS, KVGroup
 
 
 class PromptTokensDetails(BaseModel):
     cached_tokens: int = Field(description="Prompt tokens found in the KV cache.")
+    known_tokens: int | None = Field(None, description=KNOWN_TOKENS)
+    computed_tokens: int | None = Field(None, description=COMPUTED_TOKENS)
 
 
 class Usage(BaseModel):

@@ -86,7 +86,7 @@ async def completions(body: JsonBody[CompletionRequest], request: Request, state
     ]
     _log_user(body, head.id)
     sent = sent_by(request, model, asked, head.id, priority=body.priority, timeout=body.timeout)
-    completions = CompletionStream(model.llm, sent, batch)
+    completions = CompletionStream(model.llm, sent, batch, cache_details=bool(body.return_cache_details))
     report = PromptReport(completions, form, n, echoed=echoed, prompt_logprobs=body.prompt_logprobs)
     if body.stream:
         counts = completions if body.continuous_usage else None
@@ -203,6 +203,7 @@ def chat_input_of(body: ChatRequest) -> ChatInput:
         timeout=body.timeout,
         marks=marks_in(body.messages),
         cache_control=body.cache_control,
+        cache_details=bool(body.return_cache_details),
     )
 
 

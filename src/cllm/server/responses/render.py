@@ -124,9 +124,10 @@ class ResponseForm:
 
     def _usage(self) -> dict[str, Any]:
         chat = self._chat
+        details = {} if chat.cache_details is None else chat.cache_details._asdict()
         return {
             "input_tokens": chat.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": chat.cached_tokens, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": chat.cached_tokens, "cache_write_tokens": 0, **details},
             "output_tokens": chat.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": chat.reasoning_tokens},
             "total_tokens": chat.prompt_tokens + chat.completion_tokens,

@@ -6,10 +6,14 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from cllm.server.schema.replies import COMPUTED_TOKENS, KNOWN_TOKENS
+
 
 class InputTokensDetails(BaseModel):
     cached_tokens: int = Field(description="Prompt tokens found in the KV cache.")
     cache_write_tokens: int
+    known_tokens: int | None = Field(None, description=KNOWN_TOKENS)
+    computed_tokens: int | None = Field(None, description=COMPUTED_TOKENS)
 
 
 class OutputTokensDetails(BaseModel):

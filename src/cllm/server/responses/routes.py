@@ -177,6 +177,7 @@ def _chat_input(body: ResponsesRequest, conversation: ConversationBuilder) -> Ch
         priority=body.priority,
         timeout=body.timeout,
         cache_control=body.cache_control,
+        cache_details=bool(body.return_cache_details),
     )
 
 

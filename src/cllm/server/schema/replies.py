@@ -40,6 +40,18 @@ def error_responses(model: type[BaseModel], *statuses: int) -> dict[int | str, d
     return {status: {"model": model, "description": _CAUSES[status]} for status in statuses}
 
 
+KNOWN_TOKENS = (
+    "Prompt tokens that were cached, but of which layers with a window or a state had kept too little to go on behind "
+    "more than cached_tokens; only with return_cache_details."
+)
+COMPUTED_TOKENS = "All other prompt tokens than cached_tokens; only with return_cache_details."
+
+
+class CacheDetailsReply(BaseModel):
+    known_tokens: int = Field(description=KNOWN_TOKENS)
+    computed_tokens: int = Field(description=COMPUTED_TOKENS)
+
+
 class KVGroup(BaseModel):
     """Layers with equal needs, and what they take."""
 

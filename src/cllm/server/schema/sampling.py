@@ -142,6 +142,10 @@ class SamplingFields(StructureFields):
         description="Keep the prompt in the KV cache for a while (a hint, within the server's kv.pin_limit).",
         examples=[{"type": "ephemeral", "ttl": "5m"}],
     )
+    return_cache_details: bool | None = Field(
+        None,
+        description="Also say how much of the prompt was cached, though not in a way that all layers could go on from.",
+    )
     priority: Int32 | None = Field(None, description="Lower values run first. Default 0.")
     timeout: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Seconds after which the request fails, at most scheduler.request_timeout_s."
