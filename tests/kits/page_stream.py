@@ -60,7 +60,7 @@ def int32(column: str) -> NDArray[np.int32]:
 @asynccontextmanager
 async def page_of(**settings: Any) -> AsyncIterator[tuple[AsyncLLM, TrackedApp]]:
     """A server on the fake backend: its model, and the app with its address."""
-    usual = {"latency_ms": 0.0, "layout": "paged", "window": 0}
+    usual = {"latency_ms": 0.0, "layout": "paged", "window": 0, "states": 0}
     fake = {name: settings.pop(name, value) for name, value in usual.items()}
     tree = {"backend": {"type": "fake", "fake": fake}, "model": settings.pop("model", {})}
     config = Config.model_validate({**tree, "resources": settings.pop("resources", {}), "server": settings})

@@ -21,6 +21,7 @@ from hypothesis.extra import numpy as st_numpy
 
 from cllm.engine.params import SamplingParams
 from cllm.engine.stats import INTERVAL_S, MOST_SHARE, EngineView, ViewPublisher
+from cllm.kv.groups import GroupKind
 from cllm.kv.view import KVView, PrefixView, SequenceView
 from cllm.server.page import encode, hub
 from cllm.server.page.files import page_files
@@ -168,34 +169,39 @@ async def test_a_stream_begins_whole_and_goes_on_with_changes() -> None:
         assert now["resident_bytes"] > 1_000_000 and now["finished"] == {"cancelled": 1}
 
 
-async def test_cells_of_layers_with_a_window_are_told_apart_from_the_others() -> None:
-    async with page_of(latency_ms=2.0, window=40) as (llm, app), reading(app.url) as events:
+@pytest.mark.parametrize("groups", [{"window": 40}, {"states": 3}, {"window": 40, "states": 2}], ids=str)
+async def test_cells_of_layers_that_do_not_keep_all_tokens_are_told_apart(groups: dict[str, int]) -> None:
+    names = ["window"] * ("window" in groups) + ["state"] * ("states" in groups)
+    async with page_of(latency_ms=2.0, **groups) as (llm, app), reading(app.url) as events:
         reader = await anext(events)
-        assert [group["kind"] for group in reader.known["groups"]] == ["full", "window"]
+        assert [group["kind"] for group in reader.known["groups"]] == ["full", *names]
 
-        def count(group: str, *states: int) -> int:
-            ours = reader.codes >> encode.GROUP_BIT == encode.GROUPS[group]  # type: ignore[index]
+        def count(group: GroupKind, *states: int) -> int:
+            ours = reader.codes >> encode.GROUP_BIT == encode.GROUPS[group]
             return int((ours & np.isin(reader.codes & 3, states)).sum())
 
         generation = llm.submit("a prompt that is far longer than the window " * 4, LONG, request_id="mine")
         while not any(request["generated"] > 40 for request in reader.known["requests"]):
             reader = await anext(events)
-        assert count("window", encode.PRIVATE) and count("window", encode.CACHED)
-        assert count("full", encode.SHARED) and not count("state", encode.PRIVATE, encode.SHARED, encode.CACHED)
+        for group in encode.GROUPS:
+            seen = count(group, encode.PRIVATE, encode.SHARED), count(group, encode.CACHED)
+            assert all(seen) if group in names else group == "full" or not any(seen)
         (request,) = reader.known["requests"]
         running = reader.codes[(reader.codes & 3 == encode.PRIVATE) & (reader.codes >> encode.GROUP_BIT > 0)]
         assert set(running >> 2 & (1 << 27) - 1) <= set(request["holders"])
         await generation.aclose()
         while reader.known["requests"] or count("full", encode.SHARED):
             reader = await anext(events)
-        held = {group["kind"]: group for group in reader.known["now"]["kv"]["groups"]}
-        assert count("window", encode.CACHED) == 2 * held["window"]["evictable"] > 0 == held["window"]["used"]
-        assert count("full", encode.CACHED) == held["full"]["evictable"]
-        assert reader.known["now"]["kv"]["snapshots"] == sum(each["snapshots"] for each in reader.known["prefixes"])
+        now = reader.known["now"]["kv"]
+        assert [group["kind"] for group in now["groups"]] == ["full", *names]
+        for group in now["groups"]:
+            cells = group["block_bytes"] // now["bytes_per_unit"]
+            assert count(group["kind"], encode.CACHED) == cells * group["evictable"] > 0 == group["used"]
+        assert now["snapshots"] == sum(each["snapshots"] for each in reader.known["prefixes"]) > 0
         report = llm.executor.kv()
-        assert [(group["window"], group["layers"]) for group in report["groups"]] == [(0, 1), (40, 2)]
-        cells = sum(group["evictable"] * group["block_bytes"] for group in report["groups"])
-        assert cells == report["bytes"]["evictable"] and report["bytes"]["referenced"] == 0
+        evictable = sum(group["evictable"] * group["block_bytes"] for group in report["groups"])
+        assert evictable == report["bytes"]["evictable"] and report["bytes"]["referenced"] == 0
+        assert all(group["bytes_per_sequence"] for group in report["groups"][1:])
 
 
 async def test_slots_are_shown_as_well() -> None:

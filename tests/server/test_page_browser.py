@@ -124,26 +124,28 @@ def test_layers_with_a_window_have_colours_a_row_and_words_of_their_own(browser:
     assert browser.js("return document.getElementById('groups').getClientRects().length") == 0, (
         "one group needs no table"
     )
-    with serving("backend.fake.latency_ms=10", "backend.fake.window=100") as windows:
+    with serving("backend.fake.latency_ms=10", "backend.fake.window=100", "backend.fake.states=3") as windows:
         browser.open(windows.url)
         browser.live()
         with streaming(windows, "one " * 80):
-            browser.until("document.querySelectorAll('#groups tr').length === 2")
+            browser.until("document.querySelectorAll('#groups tr').length === 3")
             browser.until("Number(document.getElementById('n-apart').textContent) > 0")
             browser.until("document.getElementById('groups').textContent.includes('1 kept')")
-            row = browser.text("#groups tr:last-child")
+            row = browser.text("#groups tr:nth-child(2)")
             assert row.startswith("attend to the last 100 tokens2up to ") and row.endswith("0 used, 0 dropped")
             colours = browser.js(
                 "return [...document.querySelectorAll('#groups .swatch')]"
                 ".map((swatch) => getComputedStyle(swatch).background)"
             )
-            assert len(set(colours)) == 4
+            assert len(set(colours)) == 6
+            assert browser.text("#groups tr:last-child").startswith("carry a state1up to ")
             browser.find("#map").send_keys(Keys.HOME)
             seen = set()
-            for _ in range(120):
+            for _ in range(240):
                 browser.find("#map").send_keys(Keys.ARROW_RIGHT)
                 seen.add(browser.text("#map-cell").partition(": ")[2].partition(";")[0])
-            assert "window, running" in seen and any(text.startswith("window, kept snapshot") for text in seen)
+            assert {"window, running", "state, running"} <= seen
+            assert any(text.startswith("window, kept snapshot") for text in seen)
     assert browser.complaints(lambda text: "ERR_" in text) == []
 
 

@@ -51,6 +51,7 @@ class FakeConfig(Section):
     latency_ms: float = setting(0.0, "duration of every step", ge=0, le=60_000)
     vocab_size: int = setting(320, "size of the vocabulary: 256 bytes, BOS, EOS and fillers", ge=258, le=1 << 20)
     window: int = setting(0, "has two more layers, which attend to the last so many tokens (0: none)", ge=0)
+    states: int = setting(0, "has one more layer, which carries a state of about so many blocks (0: none)", ge=0, le=64)
 
 
 class BackendConfig(Section):

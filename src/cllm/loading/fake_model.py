@@ -15,4 +15,5 @@ def open_fake(config: Config) -> fake.FakeBackend:
         context_length=max(config.resources.max_context_length or 0, fake.CONTEXT),
         layout="slots" if settings.layout == "slots" else "blocks",
         window=settings.window,
+        states=settings.states,
     )
