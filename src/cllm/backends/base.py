@@ -172,6 +172,8 @@ class BackendTraits:
     """How long a step must be to compute prompts at nearly full speed; 0: short ones are as fast."""
     default_gap_ms: float = 250.0
     """Default of `scheduler.max_gap_ms`."""
+    frees_windows: bool = True
+    """Whether layers with a window can have memory of their own, which is free behind it."""
     gives_memory_back: bool = True
     """Whether free memory can go back to the system; if not, nothing is freed for that."""
     score_weight: float = 1.5

@@ -100,8 +100,8 @@ class KVConfig(Section):
     )
     free_behind_windows: bool = setting(
         True,
-        "keep the K/V of layers with a sliding window apart, and free what is behind the window (native); false: keep "
-        "all of it, so that cached prefixes can be continued anywhere",
+        "keep the K/V of layers with a sliding window apart, and free what is behind the window (native; torch on a "
+        "CPU); false: keep all of it, so that cached prefixes can be continued anywhere",
     )
     compaction: Literal["auto", "off", "always"] = setting(
         "auto", "defragment the KV blocks (paged backends): when it pays, never, or always (for benchmarks)"

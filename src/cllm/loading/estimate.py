@@ -86,7 +86,7 @@ def estimate(config: Config) -> Estimate:
     is_elastic = kind == "native" or (kind == "fake" and config.backend.fake.layout == "paged")
     device = device_of(config) if kind == "torch" else "cpu"
     context = context_of(config, spec)
-    layout = kv_layout(config, spec, kind)
+    layout = kv_layout(config, spec, frees_windows=kind != "llama_cpp" and device == "cpu")
     groups = group_costs(layout, local_shape(config, layout, BackendTraits.preferred_step_tokens), context)
     return Estimate(
         *(name, kind, weights, layout.token_bytes, context, is_elastic, device, files, weight_type, sampling, groups)

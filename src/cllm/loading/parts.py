@@ -108,7 +108,7 @@ def _build(
     workers: Workers,
 ) -> ModelParts:
     spec, step_tokens = backend.spec, backend.traits.preferred_step_tokens
-    layout = kv_layout(config, spec, backend.traits.name)
+    layout = kv_layout(config, spec, frees_windows=backend.traits.frees_windows)
     token_bytes = layout.token_bytes
     context = min(context_of(config, spec, backend.traits.context_cap), share.context or spec.context_length)
     if budget is None:

@@ -53,14 +53,10 @@ def kv_bytes_per_token(settings: ResourcesConfig, spec: ModelSpec) -> int:
     return spec.kv_bytes_per_token(settings.kv_type_k, settings.kv_type_v)
 
 
-FREES_WINDOWS = ("native", "fake")
-"""Backends that can keep the K/V of layers with a window apart, and free them behind it."""
-
-
-def kv_layout(config: Config, spec: ModelSpec, kind: str) -> KVLayout:
-    """How a backend of this kind lays out K and V."""
+def kv_layout(config: Config, spec: ModelSpec, *, frees_windows: bool) -> KVLayout:
+    """How K and V are laid out. `frees_windows`: whether the backend can keep those of layers with a window apart."""
     settings = config.resources
-    apart = kind in FREES_WINDOWS and config.kv.free_behind_windows
+    apart = frees_windows and config.kv.free_behind_windows
     return spec.kv_layout(settings.kv_type_k, settings.kv_type_v, settings.block_size, apart=apart)
 
 

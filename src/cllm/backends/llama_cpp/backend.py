@@ -44,7 +44,9 @@ log = logging.getLogger("cllm.llama_cpp")
 
 
 class LlamaCppBackend(Backend):
-    traits = BackendTraits("llama_cpp", layout="slots", most_drafts=32, chunk_gap_ms=250.0, default_gap_ms=1000.0)
+    traits = BackendTraits(
+        "llama_cpp", layout="slots", most_drafts=32, chunk_gap_ms=250.0, default_gap_ms=1000.0, frees_windows=False
+    )
 
     def __init__(
         self,

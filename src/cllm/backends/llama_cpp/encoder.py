@@ -26,7 +26,7 @@ _TOGETHER = 64
 
 
 class LlamaCppEncoder(Backend):
-    traits = BackendTraits("llama_cpp", pooling="cls")
+    traits = BackendTraits("llama_cpp", pooling="cls", frees_windows=False)
 
     def __init__(self, model: GGUFModel, *, threads: int, n_batch: int, mmap: bool, mlock: bool) -> None:
         self._context: Any = None

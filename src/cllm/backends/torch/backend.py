@@ -79,11 +79,16 @@ class TorchBackend(Backend):
         self._allocated: _Allocated | None = None
         if isinstance(model, GGUFModel):
             self.traits = replace(self.traits, pooling=model.pooling)
-        if self.on_gpu:
-            self.traits = replace(self.traits, depth=2, preferred_step_tokens=GPU_STEP_TOKENS)
         reason = unsupported(model)
         if reason is None:
             self.spec = spec_of(model)
+            if self.on_gpu:
+                # A state is only known to be right once the step that made it has counted. Blocks behind windows stay:
+                # graphs have one table of blocks for each row, and what is freed could not go to the host's memory.
+                depth = 1 if self.spec.recurrent else 2
+                self.traits = replace(
+                    self.traits, depth=depth, preferred_step_tokens=GPU_STEP_TOKENS, frees_windows=False
+                )
             reason = unsupported_heads(self.spec, on, kv_type)
         if reason is not None:
             raise ModelError(f"{self._label}: the torch backend cannot run this model: {reason}")
@@ -136,6 +141,8 @@ class TorchBackend(Backend):
             self._reserve(self._allocated.geometry)
 
     def _reserve(self, geometry: BlockGeometry) -> None:
+        if self.spec.recurrent and (geometry.layout is None or geometry.layout.states is None):
+            raise BackendError("the torch backend keeps states in cells, but there is no layout of them")
         self._worker.allocate(geometry)
         positions = min(self.spec.context_length, geometry.tokens)
         bounds = Bounds(self.spec.n_vocab, positions, geometry.blocks)
@@ -194,7 +201,8 @@ class TorchBackend(Backend):
             raise no_memory()
         if spreads and self.on_gpu and not asks_more(chunks):
             chunks = spread(chunks, self._setup.rows, _MOST_SPREAD)
-        return read_chunks(chunks, allocated.geometry.block_size, allocated.bounds, allocated.tables)
+        geometry = allocated.geometry
+        return read_chunks(chunks, geometry.block_size, allocated.bounds, allocated.tables, geometry.layout)
 
     def abort(self) -> None:
         self._worker.aborted.set()

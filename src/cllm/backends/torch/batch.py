@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 import numpy as np
@@ -20,12 +20,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cllm.backends.base import Chunk
+from cllm.backends.torch.local_batch import HostLocal, expand, read_local
 from cllm.backends.torch.shared_prefixes import SharedPrefixes
 from cllm.backends.torch.staging import Numbers, upload
+from cllm.backends.torch.state_batch import HostStates, StateBatch, read_states, states_on
 from cllm.errors import BackendError
+from cllm.kv.groups import KVLayout
 
 Ints = NDArray[np.int32]
 
+_MOST_CELLS = 1 << 31
 ROW_NUMBERS = 1 << 16
 """Rows have numbers below this."""
 
@@ -50,6 +54,14 @@ class StepBatch:
     """Positions of the longest sequence."""
     shared: SharedPrefixes | None = None
     """Beginnings that decode rows have in common; each row's result is that without."""
+    states: StateBatch | None = None
+    """None: no layer carries one."""
+    local: tuple[StepBatch, ...] = ()
+    """The same for layers whose blocks are apart, by which cell of a block they are in."""
+
+    def over(self, table: int) -> StepBatch:
+        """For layers whose blocks are where this table says."""
+        return self if table == 0 else self.local[table - 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +81,8 @@ class HostBatch:
     decode_rows: int
     longest_chunk: int
     longest: int
+    states: HostStates | None = None
+    local: HostLocal | None = None
 
     @property
     def decodes(self) -> bool:
@@ -155,19 +169,25 @@ def spread(chunks: Sequence[Chunk], most_rows: int, most_positions: int) -> Sequ
 def _single_tokens(chunk: Chunk) -> Iterator[Chunk]:
     last = len(chunk.tokens) - 1
     for place in range(last):
-        yield Chunk(chunk.tokens[place : place + 1], chunk.start + place, 0, blocks=chunk.blocks, row=chunk.row)
+        token = chunk.tokens[place : place + 1]
+        yield Chunk(token, chunk.start + place, 0, blocks=chunk.blocks, row=chunk.row, local=chunk.local)
     yield Chunk(
         chunk.tokens[last:],
         chunk.start + last,
         chunk.wanted_logits,
         blocks=chunk.blocks,
         row=chunk.row,
+        local=chunk.local,
         draws=chunk.draws,
     )
 
 
 def read_chunks(
-    chunks: Sequence[Chunk], block_size: int, bounds: Bounds | None = None, tables: Tables | None = None
+    chunks: Sequence[Chunk],
+    block_size: int,
+    bounds: Bounds | None = None,
+    tables: Tables | None = None,
+    layout: KVLayout | None = None,
 ) -> HostBatch:
     """Raises `BackendError` for a chunk out of bounds."""
     rows = _rows_of(chunks)
@@ -191,6 +211,14 @@ def read_chunks(
         begins = np.repeat(firsts[:-1], rows.sizes)
     if bounds is not None:
         _check_range("token", tokens, bounds.tokens)
+    states = local = None
+    if layout is not None and (layout.states is not None or layout.local is not None):
+        ordered = chunks if order is None else [chunks[index] for index in order]
+        most = _MOST_CELLS if bounds is None else bounds.blocks
+        if layout.states is not None:
+            states = read_states(ordered, starts, layout.states.cells, most)
+        if layout.local is not None:
+            local = read_local(ordered, positions, starts, block_size, layout.local, most)
     slots = table[begins + positions // block_size] * block_size + positions % block_size
     return HostBatch(
         tokens=tokens,
@@ -205,6 +233,8 @@ def read_chunks(
         decode_rows=rows.decode_rows,
         longest_chunk=int(rows.sizes[rows.decode_rows :].max(initial=0)),
         longest=int(lengths.max()),
+        states=states,
+        local=local,
     )
 
 
@@ -261,7 +291,9 @@ def batch_on(
     """The batch on a device, and what goes there beside it, in one transfer. Rows that follow take their tokens out of
     `last`."""
     parts = (host.tokens, host.positions, host.slots, host.starts, host.lengths, host.wanted)
-    moved = upload([*parts, host.follows, host.table, host.firsts, *beside], device)
+    own = () if host.states is None else (host.states.reads, host.states.writes)
+    local = () if host.local is None else host.local.parts
+    moved = upload([*parts, host.follows, host.table, host.firsts, *own, *local, *beside], device)
     tokens, positions, slots, starts, lengths, wanted, follows, table, firsts = moved[:9]
     most = int(np.diff(host.firsts).max())
     tables = torch.empty((len(host.lengths), most), dtype=torch.int32, device=device)
@@ -271,14 +303,27 @@ def batch_on(
         decode_rows=host.decode_rows,
         longest_chunk=host.longest_chunk,
         longest=host.longest,
+        states=None if host.states is None else states_on(host.states, *moved[9:11]),
     )
-    return batch, moved[9:]
+    behind = 9 + len(own) + len(local)
+    if local:
+        blocks, begins, firsts, slots = moved[behind - 4 : behind]
+        batch = with_local(batch, slots, expand(blocks, begins, firsts, most))
+    return batch, moved[behind:]
 
 
-def make_batch(chunks: Sequence[Chunk], block_size: int, device: torch.device) -> StepBatch:
+def with_local(batch: StepBatch, slots: Tensor, tables: Tensor) -> StepBatch:
+    """`slots` and `tables` are those of each cell of a block."""
+    parts = zip(slots, tables, strict=True)
+    return replace(batch, local=tuple(replace(batch, slots=own, tables=table) for own, table in parts))
+
+
+def make_batch(
+    chunks: Sequence[Chunk], block_size: int, device: torch.device, layout: KVLayout | None = None
+) -> StepBatch:
     """For chunks whose tokens are all known."""
     last = torch.empty(0, dtype=torch.int32, device=device)
-    return batch_on(read_chunks(chunks, block_size), device, last, plain_prepare)[0]
+    return batch_on(read_chunks(chunks, block_size, layout=layout), device, last, plain_prepare)[0]
 
 
 def _wanted(chunks: Sequence[Chunk], order: list[int] | None, starts: Ints) -> Ints:

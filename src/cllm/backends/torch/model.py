@@ -13,8 +13,10 @@ from torch.nn import functional
 from cllm.backends.torch.arena import Arena, LayerMemory
 from cllm.backends.torch.batch import StepBatch
 from cllm.backends.torch.operations import FusedProduct, Operations
-from cllm.backends.torch.reference import Attention
+from cllm.backends.torch.recurrences import Recurrence
+from cllm.backends.torch.reference import Attention, activate
 from cllm.backends.torch.rotations import rotation_table, temperature_table
+from cllm.backends.torch.state_memory import StateMemory
 from cllm.models.spec import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec
 
 
@@ -22,11 +24,20 @@ from cllm.models.spec import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpe
 class Layer:
     """What a layer does not have is None."""
 
-    qkv: Tensor
+    qkv: Tensor | None = None
     """Queries, keys and values, one below the other."""
-    output: Tensor
-    gate_up: Tensor
-    down: Tensor
+    output: Tensor | None = None
+    gate_up: Tensor | None = None
+    """Without a gate, the other half alone."""
+    down: Tensor | None = None
+    gate: Tensor | None = None
+    """What multiplies what heads give, if anything does."""
+    gate_bias: Tensor | None = None
+    recurrence: Recurrence | None = None
+    states_input: Tensor | None = None
+    states_rates: Tensor | None = None
+    """How much of each head the delta rule changes, and how fast it fades; as precise as values are."""
+    states_output: Tensor | None = None
     qkv_bias: Tensor | None = None
     output_bias: Tensor | None = None
     attention_norm: Tensor | None = None
@@ -103,22 +114,24 @@ class Model:
 
     def states(self, batch: StepBatch, arena: Arena, before_layer: Callable[[], None] | None = None) -> Tensor:
         """The hidden states of all tokens, after the last norm."""
-        ops, weights, layers = self._ops, self.weights, self.weights.layers
+        weights, layers = self.weights, self.weights.layers
         residual = self._embed(batch.tokens)
         inputs = None if weights.inputs is None else self._layer_inputs(batch.tokens, residual, weights.inputs)
-        x = self._normed(residual, layers[0].attention_norm)
+        x = self._normed(residual, _first_norm(layers[0]))
         for index, (layer, spec) in enumerate(zip(layers, self.spec.layers, strict=True)):
             if before_layer is not None:
                 before_layer()
-            x = self._attend(layer, self._attention[index], x, batch, arena.layers[index])
-            x = self._join(x, residual, layer.attention_post_norm, layer.ffn_norm)
-            x = ops.gate_multiply(ops.linear(x, layer.gate_up, layer.scales_of("gate_up")), spec.feeds.activation)
-            x = ops.linear(x, layer.down, layer.scales_of("down"))
-            following = weights.norm if index + 1 == len(layers) else layers[index + 1].attention_norm
-            if inputs is None and layer.output_scale is None:
-                x = self._join(x, residual, layer.ffn_post_norm, following)
+            following = weights.norm if index + 1 == len(layers) else _first_norm(layers[index + 1])
+            ends = inputs is None and layer.output_scale is None
+            last = following if ends else None
+            if spec.attention is not None or layer.recurrence is not None:
+                x = self._mix(index, x, batch, arena)
+                behind = last if spec.feed_forward is None else layer.ffn_norm
+                x = self._join(x, residual, layer.attention_post_norm, behind)
+            if spec.feed_forward is not None:
+                x = self._join(self._feed(layer, spec.feed_forward, x), residual, layer.ffn_post_norm, last)
+            if ends:
                 continue
-            self._join(x, residual, layer.ffn_post_norm, None)
             if inputs is not None:
                 residual += self._input(layer, spec, residual, inputs[:, index])
             if layer.output_scale is not None:
@@ -143,11 +156,42 @@ class Model:
         residual += x
         return residual
 
+    def _mix(self, index: int, x: Tensor, batch: StepBatch, arena: Arena) -> Tensor:
+        """What a layer takes from the tokens before: by attention, by a state, or by both."""
+        layer, found = self.weights.layers[index], None
+        if (attention := self._attention[index]) is not None:
+            found = self._attend(layer, attention, x, batch, arena.layers[index])
+        if layer.recurrence is None:
+            assert found is not None
+            return found
+        carried = self._recur(layer, layer.recurrence, x, batch, arena.states[index])
+        return carried if found is None else found + carried
+
+    def _feed(self, layer: Layer, spec: FeedForwardSpec, x: Tensor) -> Tensor:
+        ops = self._ops
+        assert layer.gate_up is not None and layer.down is not None
+        x = ops.linear(x, layer.gate_up, layer.scales_of("gate_up"))
+        x = ops.gate_multiply(x, spec.activation) if spec.gated else activate(x, spec.activation)
+        return ops.linear(x, layer.down, layer.scales_of("down"))
+
+    def _recur(self, layer: Layer, recurrence: Recurrence, x: Tensor, batch: StepBatch, memory: StateMemory) -> Tensor:
+        ops = self._ops
+        assert layer.states_input is not None and layer.states_output is not None and batch.states is not None
+        given = ops.linear(x, layer.states_input, layer.scales_of("states_input"))
+        if layer.states_rates is not None:
+            given = torch.cat((given, ops.linear(x, layer.states_rates, None)), dim=1)
+        given = ops.recur(given, recurrence, batch.states, memory)
+        return ops.linear(given, layer.states_output, layer.scales_of("states_output"))
+
     def _attend(self, layer: Layer, attention: Attention, x: Tensor, batch: StepBatch, memory: LayerMemory) -> Tensor:
         ops = self._ops
+        assert layer.qkv is not None and layer.output is not None
+        batch = batch.over(memory.table)
         qkv = ops.linear(x, layer.qkv, layer.scales_of("qkv"), layer.qkv_bias)
         q = ops.rotate_and_store(qkv, attention, batch, memory)
         attended = ops.attend(q, attention, batch, memory).flatten(1)
+        if layer.gate is not None:
+            attended = attended * torch.sigmoid(ops.linear(x, layer.gate, layer.scales_of("gate"), layer.gate_bias))
         return ops.linear(attended, layer.output, layer.scales_of("output"), layer.output_bias)
 
     def _layer_inputs(self, tokens: Tensor, embedded: Tensor, weights: LayerInputs) -> Tensor:
@@ -173,6 +217,8 @@ class Model:
         x = functional.embedding(batch.tokens, weights.embedding)
         for index, layer in enumerate(weights.layers):
             scales, attention, memory = layer.scales_of, self._attention[index], arena.layers[index]
+            assert attention is not None and layer.qkv is not None and layer.output is not None
+            assert layer.gate_up is not None and layer.down is not None
             norms: Any = {"norm": layer.attention_norm, "eps": eps}
             qkv, sums = product(x, layer.qkv, scales=scales("qkv"), bias=layer.qkv_bias, residual=residual, **norms)
             residual = x if sums is None else sums
@@ -188,6 +234,8 @@ class Model:
 
 def is_plain(spec: ModelSpec) -> bool:
     """Whether this is a decoder like Llama, or like Qwen 3 with its norms of queries and keys."""
+    if any(layer.attention is None or layer.feed_forward is None for layer in set(spec.layers)):
+        return False
     return replace(spec, layers=tuple(map(_plain, spec.layers))) == ModelSpec(
         *(spec.architecture, spec.n_embd, spec.n_vocab, spec.context_length, spec.layers, spec.rms_eps, spec.tied)
     )
@@ -201,7 +249,12 @@ def _plain(layer: LayerSpec) -> LayerSpec:
     return LayerSpec(attention, FeedForwardSpec(layer.feeds.size))
 
 
-def _attentions(spec: ModelSpec, weights: Weights, positions: int) -> list[Attention]:
+def _first_norm(layer: Layer) -> Tensor | None:
+    """What a layer begins with: its feed-forward's, if it is that alone."""
+    return layer.ffn_norm if layer.qkv is None and layer.recurrence is None else layer.attention_norm
+
+
+def _attentions(spec: ModelSpec, weights: Weights, positions: int) -> list[Attention | None]:
     """Layers that turn alike share a table."""
     device = weights.embedding.device
     tables: dict[object, Tensor] = {}
@@ -211,8 +264,11 @@ def _attentions(spec: ModelSpec, weights: Weights, positions: int) -> list[Atten
             tables[key] = make().to(device)
         return tables[key]
 
-    made = []
-    for layer, own in zip(weights.layers, (layer.attends for layer in spec.layers), strict=True):
+    made: list[Attention | None] = []
+    for layer, own in zip(weights.layers, (layer.attention for layer in spec.layers), strict=True):
+        if own is None:
+            made.append(None)
+            continue
         rotation, dim, temperature = own.rotation, own.head_dim_k, own.temperature
         rotations = table((rotation, dim), lambda: rotation_table(rotation, dim, positions))  # noqa: B023
         factors = None

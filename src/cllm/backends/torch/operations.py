@@ -10,7 +10,10 @@ from torch import Tensor
 from cllm.backends.torch import linear, reference
 from cllm.backends.torch.arena import LayerMemory
 from cllm.backends.torch.batch import StepBatch
+from cllm.backends.torch.recurrences import Recurrence, recur
 from cllm.backends.torch.reference import Attention
+from cllm.backends.torch.state_batch import StateBatch
+from cllm.backends.torch.state_memory import StateMemory
 from cllm.models.spec import Activation
 
 
@@ -64,6 +67,11 @@ class Operations(ABC):
     @abstractmethod
     def attend(self, q: Tensor, attention: Attention, batch: StepBatch, memory: LayerMemory) -> Tensor: ...
 
+    @abstractmethod
+    def recur(self, given: Tensor, recurrence: Recurrence, batch: StateBatch, memory: StateMemory) -> Tensor:
+        """What a layer's states make of what its input matrices gave, for its output matrix. They are brought up to
+        date."""
+
 
 class PlainOperations(Operations):
     """In torch alone."""
@@ -85,3 +93,6 @@ class PlainOperations(Operations):
 
     def attend(self, q: Tensor, attention: Attention, batch: StepBatch, memory: LayerMemory) -> Tensor:
         return reference.attend(q, attention, batch, memory, alone=self._alone)
+
+    def recur(self, given: Tensor, recurrence: Recurrence, batch: StateBatch, memory: StateMemory) -> Tensor:
+        return recur(given, recurrence, batch, memory, alone=self._alone)

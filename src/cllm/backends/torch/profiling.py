@@ -11,14 +11,22 @@ import torch
 from cllm.backends.base import Bias, Chunk, Draw, Seen
 from cllm.backends.torch.batch import HostBatch, read_chunks
 from cllm.backends.torch.sampling import HostDraws, read_draws
+from cllm.kv.groups import KVLayout, LocalBlock, StateTable
 
 
-def whole_prompts(tokens: int, context: int, block_size: int) -> HostBatch:
-    """`tokens` tokens in chunks as long as the context, all in the same blocks."""
+def whole_prompts(tokens: int, context: int, layout: KVLayout) -> HostBatch:
+    """`tokens` tokens in chunks as long as the context, all in the same blocks. Each begins a state of its own."""
     most = min(tokens, context)
-    blocks = list(range(-(-most // block_size)))
-    sizes = [min(most, tokens - first) for first in range(0, tokens, most)]
-    return read_chunks([Chunk(array("i", bytes(4 * size)), 0, True, blocks=blocks) for size in sizes], block_size)
+    blocks = list(range(-(-most // layout.block_size)))
+    chunks = []
+    for number, first in enumerate(range(0, tokens, most)):
+        size, state = min(most, tokens - first), None
+        if layout.states is not None:
+            cells, state = layout.states.cells, StateTable()
+            begin = len(blocks) + number * cells
+            state.next = LocalBlock(list(range(begin, begin + cells)))
+        chunks.append(Chunk(array("i", bytes(4 * size)), 0, True, blocks=blocks, state=state))
+    return read_chunks(chunks, layout.block_size, layout=layout)
 
 
 def draws_of_all_kinds(rows: int, vocab_size: int) -> HostDraws:

@@ -57,7 +57,13 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
 def gate_multiply(gate_up: Tensor, activation: Activation) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return (functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")) * up
+    return activate(gate, activation) * up
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    if activation == "relu2":
+        return functional.relu(x).square()
+    return functional.silu(x) if activation == "silu" else functional.gelu(x, approximate="tanh")
 
 
 def rotate(x: Tensor, rotations: Tensor) -> Tensor:

@@ -13,8 +13,11 @@ from cllm.backends.torch.arena import LayerMemory
 from cllm.backends.torch.batch import StepBatch
 from cllm.backends.torch.gemv import chains, gemv
 from cllm.backends.torch.operations import Operations
+from cllm.backends.torch.recurrences import Recurrence, recur
 from cllm.backends.torch.reference import Attention
 from cllm.backends.torch.shared_prefixes import MOST_SPLITS, TOGETHER
+from cllm.backends.torch.state_batch import StateBatch
+from cllm.backends.torch.state_memory import StateMemory
 from cllm.backends.torch.triton_linear import fast_linear, invariant_linear
 from cllm.models.spec import Activation
 
@@ -64,6 +67,8 @@ class TritonOperations(Operations):
         return _norm(x, residual, weight, eps, adds=True)
 
     def gate_multiply(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        if activation == "relu2":  # no model that is known gates with it
+            return reference.gate_multiply(gate_up, activation)
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out, gelu = gate_up.new_empty(rows, width), activation == "gelu"
         kernels.gate_kernel[(rows, triton.cdiv(width, SILU_TILE))](gate_up, out, width, tile=SILU_TILE, gelu=gelu)
@@ -106,6 +111,9 @@ class TritonOperations(Operations):
         if batch.longest_chunk:
             _attend_chunks(q, attention, batch, memory, out)
         return out
+
+    def recur(self, given: Tensor, recurrence: Recurrence, batch: StateBatch, memory: StateMemory) -> Tensor:
+        return recur(given, recurrence, batch, memory, alone=False)
 
     def _decode(self, q: Tensor, attention: Attention, batch: StepBatch, memory: LayerMemory, out: Tensor) -> None:
         kv, rows, heads, dim, window = memory.keys, batch.decode_rows, q.shape[1], q.shape[2], attention.spec.window
@@ -190,6 +198,9 @@ class InvariantOperations(TritonOperations):
             grid = tiles, kv_heads, len(batch.lengths) - batch.decode_rows
             self._launch(q, attention, batch, memory, out, (q, q, q), batch.decode_rows, grid, parted=False)
         return out
+
+    def recur(self, given: Tensor, recurrence: Recurrence, batch: StateBatch, memory: StateMemory) -> Tensor:
+        return recur(given, recurrence, batch, memory, alone=True)
 
     def _launch(
         self,

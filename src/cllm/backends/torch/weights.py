@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -19,9 +19,10 @@ import torch
 from cllm.backends.torch.device import values_dtype
 from cllm.backends.torch.linear import FP8, quantise_rows
 from cllm.backends.torch.model import Layer, LayerInputs, Weights
+from cllm.backends.torch.recurrences import Recurrence
 from cllm.backends.torch.rotations import head_order, reorder
 from cllm.models.load_progress import ByteProgress
-from cllm.models.spec import LayerSpec, ModelSpec
+from cllm.models.spec import AttentionSpec, DeltaNetSpec, LayerSpec, ModelSpec, RecurrenceSpec
 from cllm.models.tensors import TensorSpec, all_tensors, layer_tensors, outer_tensors
 
 _VECTORS = {
@@ -37,6 +38,18 @@ _VECTORS = {
     "output_scale": "layer_output_scale",
 }
 """Fields of a `Layer`, and the tensors that they are."""
+_RATES = "ssm_beta", "ssm_alpha"
+_STATE_VALUES = {
+    "ssm_conv1d": "taps",
+    "shortconv.conv": "taps",
+    "ssm_conv1d.bias": "conv_bias",
+    "ssm_a": "decay",
+    "ssm_dt.bias": "step_bias",
+    "ssm_d": "skip",
+    "ssm_norm": "norm",
+}
+"""Tensors that states are computed with, and the fields of a `Recurrence` that they are: always float32."""
+_NOT_QUANTISED = ("token_embd", "per_layer_token_embd", *_RATES)
 SCALE = torch.float32
 _QUANTISED_TOGETHER = 1 << 19
 """Values; they are float32 meanwhile, several times."""
@@ -62,7 +75,9 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
 
 
 def _stored_bytes(item: TensorSpec, dtype: torch.dtype) -> int:
-    if dtype == FP8 and len(item.shape) == 2 and item.role not in ("token_embd", "per_layer_token_embd"):
+    if item.role in _STATE_VALUES:
+        return math.prod(item.shape) * int(torch.float32.itemsize)
+    if dtype == FP8 and len(item.shape) == 2 and item.role not in _NOT_QUANTISED:
         return math.prod(item.shape) + item.rows * int(SCALE.itemsize)
     return math.prod(item.shape) * int(values_dtype(dtype).itemsize)
 
@@ -104,34 +119,46 @@ class Loader:
         )
 
     def _layer(self, spec: ModelSpec, layer: LayerSpec, index: int) -> Layer:
-        attention, n_ff, n_embd = layer.attends, layer.feeds.size, spec.n_embd
         sizes = {item.role: item.shape for item in layer_tensors(spec, layer, index)}
         qkv = [role for role in ("attn_q", "attn_k", "attn_v") if role in sizes]
-        rows = sum(sizes[role][0] for role in qkv)
+        parts = {name: [role for role in roles if role in sizes] for name, roles in _matrices_of(layer).items()}
         matrices = {
-            "qkv": self._matrix(index, qkv, rows, n_embd),
-            "output": self._matrix(index, ["attn_output"], n_embd, attention.output_size),
-            "gate_up": self._matrix(index, ["ffn_gate", "ffn_up"], 2 * n_ff, n_embd),
-            "down": self._matrix(index, ["ffn_down"], n_embd, n_ff),
+            name: self._matrix(index, roles, sum(sizes[role][0] for role in roles), sizes[roles[0]][1])
+            for name, roles in parts.items()
+            if roles
         }
-        if spec.layer_input_size:
-            matrices["input_gate"] = self._matrix(index, ["inp_gate"], spec.layer_input_size, n_embd)
-            matrices["input_output"] = self._matrix(index, ["proj"], n_embd, spec.layer_input_size)
         scales = {name: scales for name, (_, scales) in matrices.items() if scales is not None}
         vectors = {name: self._values_of(index, role, *sizes[role]) for name, role in _VECTORS.items() if role in sizes}
         made = Layer(
             **{name: matrix for name, (matrix, _) in matrices.items()},
             **vectors,
-            qkv_bias=self._joined(index, [f"{role}.bias" for role in qkv], rows) if attention.qkv_bias else None,
             scales=scales or None,
         )
-        if (order := head_order(attention)) is not None:
-            turned = attention.q_size + (0 if attention.kv_from is not None else attention.k_size)
-            of_qkv = (made.qkv, made.qkv_bias, scales.get("qkv"))
-            for rows_ in [each[:turned] for each in of_qkv if each is not None] + [made.q_norm, made.k_norm]:
-                if rows_ is not None:
-                    reorder(rows_, order)
+        if layer.attention is not None:
+            if layer.attention.qkv_bias:
+                biases = [f"{role}.bias" for role in qkv]
+                made.qkv_bias = self._joined(index, biases, sum(sizes[role][0] for role in biases))
+            _split_gate(made, layer.attention)
+            _reorder_heads(made, layer.attention)
+        if layer.recurrence is not None:
+            made.recurrence = self._recurrence(layer.recurrence, spec.rms_eps, index, sizes)
+            if isinstance(layer.recurrence, DeltaNetSpec):
+                rows = sum(sizes[role][0] for role in _RATES)
+                made.states_rates = self._joined(index, _RATES, rows, spec.n_embd)
+        if made.ffn_norm is None and layer.attention is None and layer.recurrence is None:
+            made.ffn_norm, made.attention_norm = made.attention_norm, None
         return made
+
+    def _recurrence(
+        self, spec: RecurrenceSpec, eps: float, index: int, sizes: Mapping[str, tuple[int, ...]]
+    ) -> Recurrence:
+        values = {
+            name: self._joined(index, [role], *sizes[role], dtype=torch.float32)
+            for role, name in _STATE_VALUES.items()
+            if role in sizes
+        }
+        values["taps"] = values["taps"].t().contiguous()
+        return Recurrence(spec, eps, **values)
 
     def _matrix(
         self, layer: int, roles: Sequence[str], rows: int, columns: int
@@ -152,10 +179,10 @@ class Loader:
     def _values_of(self, layer: int, role: str, *shape: int) -> torch.Tensor:
         return self._joined(layer, [role], *shape)
 
-    def _joined(self, layer: int, roles: Sequence[str], *shape: int) -> torch.Tensor:
+    def _joined(self, layer: int, roles: Sequence[str], *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Tensors one below the other, which are of this shape together. Biases that are left out are zero."""
         kind = torch.zeros if roles[0].endswith(".bias") else torch.empty
-        together = kind(shape, dtype=self._values, device=self._device)
+        together = kind(shape, dtype=dtype or self._values, device=self._device)
         for first, piece in self._pieces(layer, roles):
             together[first : first + len(piece)].copy_(piece)
             self._report(piece.numel() * together.itemsize)
@@ -175,3 +202,52 @@ class Loader:
         self._loaded += count
         if self._progress is not None:
             self._progress(self._loaded, self._expected)
+
+
+def _matrices_of(layer: LayerSpec) -> dict[str, tuple[str, ...]]:
+    """Fields of a `Layer`, and the tensors that they are, one below the other, as far as there are such."""
+    states: tuple[str, ...] = ("ssm_in", "shortconv.in_proj")
+    if isinstance(layer.recurrence, DeltaNetSpec):
+        states = ("attn_qkv", "attn_gate")
+    return {
+        "qkv": () if layer.attention is None else ("attn_q", "attn_k", "attn_v"),
+        "output": ("attn_output",),
+        "gate_up": ("ffn_gate", "ffn_up"),
+        "down": ("ffn_down",),
+        "input_gate": ("inp_gate",),
+        "input_output": ("proj",),
+        "states_input": states,
+        "states_output": ("ssm_out", "shortconv.out_proj"),
+    }
+
+
+def _split_gate(layer: Layer, attention: AttentionSpec) -> None:
+    """A file has the gate of each head behind its query; here gates are a matrix of their own."""
+    if not attention.gated:
+        return
+    assert layer.qkv is not None
+    heads = torch.arange(2 * attention.q_size, device=layer.qkv.device).view(attention.n_heads, 2, -1)
+    behind = torch.arange(2 * attention.q_size, len(layer.qkv), device=layer.qkv.device)
+    kept, gates = torch.cat((heads[:, 0].flatten(), behind)), heads[:, 1].flatten()
+    layer.qkv, layer.gate = _rows(layer.qkv, kept), _rows(layer.qkv, gates)
+    if layer.qkv_bias is not None:
+        layer.qkv_bias, layer.gate_bias = layer.qkv_bias[kept], layer.qkv_bias[gates]
+    if layer.scales is not None:
+        layer.scales["qkv"], layer.scales["gate"] = layer.scales["qkv"][kept], layer.scales["qkv"][gates]
+
+
+def _rows(matrix: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    if matrix.itemsize > 1:
+        return matrix[chosen]
+    return matrix.view(torch.uint8)[chosen].view(matrix.dtype)
+
+
+def _reorder_heads(layer: Layer, attention: AttentionSpec) -> None:
+    order = head_order(attention)
+    if order is None:
+        return
+    turned = attention.q_size + (0 if attention.kv_from is not None else attention.k_size)
+    of_qkv = (layer.qkv, layer.qkv_bias, None if layer.scales is None else layer.scales["qkv"])
+    for rows in [each[:turned] for each in of_qkv if each is not None] + [layer.q_norm, layer.k_norm]:
+        if rows is not None:
+            reorder(rows, order)

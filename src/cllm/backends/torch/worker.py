@@ -144,12 +144,16 @@ class DeviceWorker:
         assert self._weights is not None
         device, n_vocab = self._setup.device, self._spec.n_vocab
         with self._setup.here(), torch.inference_mode():
-            prompts = whole_prompts(tokens, self._spec.context_length, _TRIED_BLOCK)
-            context = self._reserve(BlockGeometry(int(prompts.firsts[1]), _TRIED_BLOCK), self._weights)
-            assert context.graphs is not None
+            kv_type = self._setup.kv_type
+            layout = self._spec.kv_layout(kv_type, kv_type, _TRIED_BLOCK, apart=False)
+            prompts = whole_prompts(tokens, self._spec.context_length, layout)
+            cells = int(prompts.firsts[1])
+            if prompts.states is not None:
+                cells = int(prompts.states.writes.max()) + 1
+            context = self._reserve(BlockGeometry(cells, _TRIED_BLOCK, layout), self._weights)
             forward = peak_bytes(device, lambda: self._forward(context, prompts, None))
             drawing = peak_bytes(device, lambda: self._draw_everything(context, rows))
-            graphs = kept_bytes(device, context.graphs.make_largest)
+            graphs = 0 if context.graphs is None else kept_bytes(device, context.graphs.make_largest)
             # Logits of all rows come as the weights' type and as float32.
             return max(forward + rows * n_vocab * 6, drawing), graphs
 
@@ -164,7 +168,7 @@ class DeviceWorker:
             arena = Arena(spec, geometry, setup.kv_type, setup.device, setup.spare_blocks)
             model = Model(spec, weights, self._operations, positions, invariant=setup.invariant)
             last = torch.zeros(ROW_NUMBERS, dtype=torch.int32, device=setup.device)
-            if not setup.on_gpu:
+            if not setup.on_gpu or spec.recurrent:  # rows of graphs that nobody uses have no states to write
                 return DeviceContext(arena, model, last, None)
             step = PaddedStep(model, arena, last, self.sampler, blocks_per_row=-(-positions // size), rows=setup.rows)
             return DeviceContext(arena, model, last, DecodeGraphs(step, setup.rows))
