@@ -5,9 +5,9 @@
 // the scores of the whole split, then each row's weights, their sum and their peak, then the weighted sums of V (of a
 // quantised type in groups of 32 dimensions instead of chunks).
 //
-// Slots that were never written may hold anything; with f16, NaN, too. Their scores are computed, since lanes are independent,
-// and then overwritten; their V is never read, since 0 * NaN is not 0. Quantised values and scales are always finite, so a
-// weight of 0 is enough there. The same holds for positions that a row may not see: those after it, and those before its
+// Slots that were never written may hold anything, NaN, too. Their scores are computed, since lanes are independent, and then
+// overwritten; their V is never read, since 0 * NaN is not 0, and nor are the scales of quantised ones: codes are always
+// finite, so a weight of 0 is enough there. The same holds for positions that a row may not see: those after it, and those before its
 // window. A split begins where a tile of rows first sees something, at a whole tile.
 #pragma once
 

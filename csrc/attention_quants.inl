@@ -34,11 +34,17 @@ static CLLM_INLINE float round_query(const float* q, int head_dim, int16_t* out)
     return peak / kLargestInt16;
 }
 
+// A value's weight times its scale. What has no weight may never have been written, and its scale be no number.
+static CLLM_INLINE Vec scaled_weight(const float* weight, const float* scale) {
+    const Vec weights = Vec::load(weight);
+    return where_at_least(weights, Vec::all(1.17549435e-38f), weights * Vec::load(scale));
+}
+
 // The weights of `tiles` tiles, times the scales of their values, as 16-bit integers; returns their unit.
 static CLLM_INLINE float round_weights(const float* weights, const float* scales, int tiles, int16_t* out) {
     Vec largest = Vec::zero();
     for (int i = 0; i < tiles * kTileTokens; i += Vec::lanes) {
-        largest = vmax(vabs(Vec::load(weights + i) * Vec::load(scales + i)), largest);
+        largest = vmax(vabs(scaled_weight(weights + i, scales + i)), largest);
     }
     const float peak = largest.max();
     const Vec steps = Vec::all(steps_per_unit(peak));
@@ -46,7 +52,7 @@ static CLLM_INLINE float round_weights(const float* weights, const float* scales
         Vec scaled[kVecsPerTile];
         for (int v = 0; v < kVecsPerTile; ++v) {
             const int at = i + v * Vec::lanes;
-            scaled[v] = Vec::load(weights + at) * Vec::load(scales + at) * steps;
+            scaled[v] = scaled_weight(weights + at, scales + at) * steps;
         }
         store_int16(scaled, out + i);
     }

@@ -67,6 +67,21 @@ static void gelu_mul(const float* gate, const float* up, int64_t n, float* out) 
     each_vector(gate, up, n, out, [](Vec g, Vec u) { return gelu(g) * u; });
 }
 
+static void relu2(const float* x, int64_t n, float* out) {
+    each_vector(x, x, n, out, [](Vec v, Vec) {
+        const Vec above = vmax(v, Vec::zero());
+        return above * above;
+    });
+}
+
+static void mul(const float* a, const float* b, int64_t n, float* out) {
+    each_vector(a, b, n, out, [](Vec x, Vec y) { return x * y; });
+}
+
+static void sigmoid_mul(const float* gate, const float* x, int64_t n, float* out) {
+    each_vector(gate, x, n, out, [](Vec g, Vec v) { return v / (Vec::all(1.0f) + vexp(Vec::zero() - g)); });
+}
+
 static void cap(float* x, int64_t n, float scale, float softcap) {
     if (softcap == 0.0f) return each_vector(x, x, n, x, [&](Vec v, Vec) { return v * Vec::all(scale); });
     const Vec scales = Vec::all(scale / softcap), caps = Vec::all(softcap);

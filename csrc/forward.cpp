@@ -8,7 +8,7 @@
 namespace cllm {
 
 const char* const kPhaseNames[int(Phase::count)] = {
-    "norm", "qkv", "rope", "attention", "quantise", "output", "gate_up", "down", "head",
+    "norm", "qkv", "rope", "attention", "convolution", "state", "quantise", "output", "gate_up", "down", "head",
 };
 
 namespace {
@@ -45,6 +45,10 @@ std::array<double, size_t(Phase::count)> Forward::take_profile() {
 
 Forward::Forward(const Model& model, Team& team) : model_(model), team_(team), kernels_(model.kernels), work_(model.shape) {
     for (const LayerShape& s : model.shape.layers) {
+        if (!s.attends()) {
+            walk_of_.push_back(-1);
+            continue;
+        }
         const auto fits = [&](const Walk& walk) { return walk.fits(s); };
         const auto found = std::find_if(walks_.begin(), walks_.end(), fits);
         walk_of_.push_back(int(found - walks_.begin()));
@@ -78,6 +82,7 @@ bool Forward::step(const int32_t* tokens, const std::vector<Chunk>& chunks, cons
 
 void Forward::plan_rows(const std::vector<Chunk>& chunks) {
     chunks_ = chunks;
+    first_rows_.clear();
     positions_.clear();
     dropped_.clear();
     tables_.clear();
@@ -86,6 +91,7 @@ void Forward::plan_rows(const std::vector<Chunk>& chunks) {
     scored_rows_.clear();
     pooled_.clear();
     for (const Chunk& chunk : chunks) {
+        first_rows_.push_back(int64_t(positions_.size()));
         for (int i = 0; i < chunk.tokens; ++i) {
             positions_.push_back(chunk.first_position + i);
             dropped_.push_back(chunk.dropped);
@@ -149,42 +155,57 @@ void Forward::embed_for_layers() {
 // False if the step has no other outputs.
 bool Forward::run_layer(int index) {
     const Layer& layer = model_.layers[size_t(index)];
-    const bool stores = layer.shape.stores();
+    const LayerShape& s = layer.shape;
+    const bool attends = s.attends(), stores = s.stores(), recurs = s.recurrence.has_value();
     if (index == model_.last_stored && int64_t(wanted_.size()) < rows_) {
-        // The other rows are needed for K and V only.
-        project(layer, false, true);
-        rotate_and_store(layer, index, false, true);
+        // The other rows are needed for K, V and the state only.
+        project(layer, {false, stores, recurs});
+        if (stores) rotate_and_store(layer, index, false, true);
+        if (recurs) recur(index);
         if (wanted_.empty()) return false;
         rotates_later_ = false;
-        keep_wanted_rows();
-        project(layer, true, false);
-        rotate_and_store(layer, index, true, false);
+        keep_wanted_rows(layer);
+        if (attends) {
+            project(layer, {true, false, false});
+            rotate_and_store(layer, index, true, false);
+        }
     } else {
-        project(layer, true, stores);
-        if (!rotates_later_) rotate_and_store(layer, index, true, stores);
+        if (s.mixes()) project(layer, {attends, stores, recurs});
+        if (attends && !rotates_later_) rotate_and_store(layer, index, true, stores);
+        if (recurs) recur(index);
     }
-    attend(index);
     const Shape& shape = model_.shape;
-    join(layer.output, attended(layer), {&layer.output_bias, &layer.post_attn_norm, shape.residual_scale, 1.0f}, Phase::output);
-    feed_forward(layer);
+    const float scale = shape.residual_scale;
+    if (attends) {
+        attend(index);
+        join(layer.output, attended(layer), {&layer.output_bias, &layer.post_attn_norm, scale, 1.0f}, Phase::output);
+    }
+    if (recurs) join(layer.state_out, recurred(layer), {&kNone, &layer.post_attn_norm, scale, 1.0f}, Phase::output);
+    if (s.n_ff) feed_forward(layer);
     if (shape.layer_input_size) add_layer_input(layer, index);
     return true;
 }
 
-// Queries, keys and values, which are not rotated yet. A norm over all heads is applied here: later, heads go apart.
-void Forward::project(const Layer& layer, bool queries, bool keys) {
+// Queries, keys and values, which are not rotated yet, and what a state is made from. A norm over all heads is applied here:
+// later, heads go apart.
+void Forward::project(const Layer& layer, Wanted wanted) {
     const LayerShape& s = layer.shape;
-    const Product q{queries ? &layer.q : nullptr, work_.q.data()}, k{keys ? &layer.k : nullptr, work_.k.data()};
-    const Product v{keys && !s.v_is_k ? &layer.v : nullptr, work_.v.data()};
-    multiply({q, k, v}, normalised(layer.attn_norm), false, Phase::norm, Phase::qkv);
+    const auto product = [](bool made, const PackedMatrix& weights, const Buffer<float>& to) {
+        return Product{made && weights.data ? &weights : nullptr, to.data()};
+    };
+    multiply({product(wanted.queries, layer.q, s.gated ? work_.gated_q : work_.q), product(wanted.keys, layer.k, work_.k),
+              product(wanted.keys, layer.v, work_.v), product(wanted.state, layer.state_in, work_.mixed),
+              product(wanted.state, layer.state_gate, work_.state_gate), product(wanted.state, layer.state_alpha, work_.decays),
+              product(wanted.state, layer.state_beta, work_.factors)},
+             normalised(layer.attn_norm), false, Phase::norm, Phase::qkv);
     if (s.qk_norm != QKNorm::row) return;
     const auto normalise = [&](float* row, int size, const Vector& bias, const Vector& norm) {
         if (!bias.empty()) kernels_.add(bias.data(), size, row);
         kernels_.rms_norm(row, norm.data(), size, model_.shape.rms_eps, row);
     };
     each_panel(Phase::rope, [&](int, int64_t row) {
-        if (queries) normalise(work_.q.data() + row * s.q_size(), s.q_size(), layer.q_bias, layer.q_norm);
-        if (keys) normalise(work_.k.data() + row * s.kv_size(), s.kv_size(), layer.k_bias, layer.k_norm);
+        if (wanted.queries) normalise(work_.q.data() + row * s.q_size(), s.q_size(), layer.q_bias, layer.q_norm);
+        if (wanted.keys) normalise(work_.k.data() + row * s.kv_size(), s.kv_size(), layer.k_bias, layer.k_norm);
     });
 }
 
@@ -248,9 +269,15 @@ void Forward::activate(const Layer& layer, const InputBuffer& inputs, int64_t fi
                         width, false, own.matmul.data());
     };
     float* gate = own.gate.data();
-    multiply_into(layer.gate, gate);
-    multiply_into(layer.up, own.up.data());
-    (layer.shape.gelu ? kernels_.gelu_mul : kernels_.silu_mul)(gate, own.up.data(), n * width, gate);
+    if (layer.shape.activation == Activation::relu2) {
+        multiply_into(layer.up, gate);
+        kernels_.relu2(gate, n * width, gate);
+    } else {
+        multiply_into(layer.gate, gate);
+        multiply_into(layer.up, own.up.data());
+        const bool gelu = layer.shape.activation == Activation::gelu;
+        (gelu ? kernels_.gelu_mul : kernels_.silu_mul)(gate, own.up.data(), n * width, gate);
+    }
     if (ff % 32 == 0) kernels_.quantise_columns(gate, n, first_group, groups, work_.ff.quants.from(rows.first));
     if (!model_.any_float) return;
     const size_t bytes = size_t(std::min(width, ff - first)) * sizeof(float);
@@ -259,10 +286,16 @@ void Forward::activate(const Layer& layer, const InputBuffer& inputs, int64_t fi
 }
 
 // The rest of the step computes wanted rows only: move them to the front.
-void Forward::keep_wanted_rows() {
+void Forward::keep_wanted_rows(const Layer& last_stored) {
     const size_t own = size_t(model_.shape.layer_input_size) * size_t(model_.shape.n_layers());
     const auto move = [](Buffer<float>& rows, size_t from, size_t to, size_t width) {
         std::memmove(rows.data() + to * width, rows.data() + from * width, width * sizeof(float));
+    };
+    const auto move_recurred = [&](const RecurrenceShape& s, size_t from, size_t to) {
+        const size_t values = size_t(s.values());
+        move(work_.recurred, from, to, values);
+        if (s.kind == RecurrenceShape::Kind::delta_net) move(work_.state_gate, from, to, values);
+        if (s.kind == RecurrenceShape::Kind::mamba2) move(work_.mixed, from, to, size_t(s.input_size()));
     };
     const auto move_rotations = [&](std::vector<Rotations>& all, size_t from, size_t to) {
         for (size_t r = 0; r < all.size(); ++r) {
@@ -275,6 +308,7 @@ void Forward::keep_wanted_rows() {
         const size_t from = size_t(wanted_[i]);  // never before i, so nothing that is still needed is overwritten
         move(work_.x, from, i, size_t(model_.shape.n_embd));
         if (own) move(work_.layer_inputs, from, i, own);
+        if (last_stored.shape.recurrence) move_recurred(*last_stored.shape.recurrence, from, i);
         move_rotations(work_.rotations, from, i);
         if (dropped_[from] > 0) move_rotations(work_.sink_rotations, from, i);
         dropped_[i] = dropped_[from];

@@ -17,6 +17,12 @@ namespace cllm {
 // Which hidden states of a chunk, after the last norm, are wanted: its last token's, the sum of all, the text's first token's.
 enum class Pooling : int { none, last, sum, first };
 
+// The cells of a sequence's state: those to go on from (null: it begins), and those that the step writes, which are others.
+struct StateCells {
+    const int32_t* read = nullptr;
+    const int32_t* write = nullptr;
+};
+
 // Consecutive tokens of one sequence. Positions are places in its block tables. With a rolling window, `dropped` tokens after
 // the first `kept` are gone: memory position p >= kept holds text token p + dropped.
 struct Chunk {
@@ -28,8 +34,9 @@ struct Chunk {
     int kept = 0;    // a whole number of tiles, all before first_position
     int scored = 0;  // number of first tokens whose successors are scored
     Pooling pooling = Pooling::none;
+    StateCells state = {};
 
-    // How many of its last tokens go through all layers; of the others, only K and V are needed.
+    // How many of its last tokens go through all layers; of the others, only K and V, and the state, are needed.
     int needed_rows() const {
         if (scored > 0 || pooling == Pooling::sum || (pooling == Pooling::first && first_position == 0)) return tokens;
         return pooling == Pooling::last && wanted_logits == 0 ? 1 : wanted_logits;
@@ -48,7 +55,7 @@ struct StepOutputs {
     double* hidden = nullptr;        // [pooled chunks][n_embd]; sums are added to what is there
 };
 
-enum class Phase : int { norm, qkv, rope, attention, quantise, output, gate_up, down, head, count };
+enum class Phase : int { norm, qkv, rope, attention, convolution, state, quantise, output, gate_up, down, head, count };
 extern const char* const kPhaseNames[int(Phase::count)];
 
 class Forward {
@@ -90,7 +97,7 @@ private:
         bool splits_apart = false;
 
         bool fits(const LayerShape& s) const {
-            return group == s.group() && n_kv_heads == s.n_kv_heads && head_dim == s.head_dim && window == s.window;
+            return s.attends() && group == s.group() && n_kv_heads == s.n_kv_heads && head_dim == s.head_dim && window == s.window;
         }
         size_t state_size() const { return size_t(head_dim) + 2; }
     };
@@ -108,6 +115,22 @@ private:
     struct Rows {
         int64_t first, last;
     };
+    // What a recurrent layer is made from: numbers of the first row, and how far it is to the next one's.
+    struct Mixture {
+        float* channels;  // of the convolution
+        const float* gate;
+        const float* steps;  // how far each head goes, before its bias
+        int64_t stride, gate_stride, step_stride;
+    };
+    // Some channels of a convolution that are queries, keys or values of one head, or just some.
+    struct Unit {
+        enum class Kind : uint8_t { query, key, value, other } kind;
+        int head, first, width;
+    };
+    // Which of the layer's products are wanted.
+    struct Wanted {
+        bool queries, keys, state;
+    };
     using MakeRow = std::function<void(int64_t row, ThreadSpace& own, InputBuffer& to)>;
     // Inputs of a product: made by all threads together beforehand, or, if there are few rows, by each thread for itself.
     struct Inputs {
@@ -123,12 +146,12 @@ private:
     void embed();
     void embed_for_layers();
     bool run_layer(int index);
-    void project(const Layer& layer, bool queries, bool keys);
+    void project(const Layer& layer, Wanted wanted);
     void feed_forward(const Layer& layer);
     void add_layer_input(const Layer& layer, int index);
     void join(const PackedMatrix& weights, const Inputs& inputs, const Joining& how, Phase which);
     void activate(const Layer& layer, const InputBuffer& inputs, int64_t first_group, int64_t groups, Rows rows, int thread);
-    void keep_wanted_rows();
+    void keep_wanted_rows(const Layer& last_stored);
     void multiply_head(const int* rows, int64_t count, float* logits);
     bool score_rows(const StepOutputs& outputs);
     void pool_rows(double* hidden);
@@ -136,6 +159,7 @@ private:
     bool few() const { return rows_ <= kFewRows; }
     Inputs normalised(const Vector& weight, const int* rows = nullptr);
     Inputs attended(const Layer& layer);
+    Inputs recurred(const Layer& layer);
     void make_shared(const Inputs& inputs, Phase which);
     void make_own(const Inputs& inputs, int thread);
     const InputBuffer& made(const Inputs& inputs, int thread) const;
@@ -165,6 +189,19 @@ private:
     float* states_of(const Walk& walk, const Tile& tile, int64_t kv_head, int64_t split) const;
     void finish(const Tile& tile, int layer, int kv_head, float* states);
 
+    void recur(int index);
+    Mixture mixture_of(const RecurrenceShape& s) const;
+    static int count_units(const RecurrenceShape& s);
+    static Unit unit_of(const RecurrenceShape& s, int index);
+    void convolve(int index, const Chunk& chunk, int64_t first_row, const Unit& unit, int thread);
+    void convolve_short(int index, const Chunk& chunk, int64_t first_row, const Unit& unit, int thread);
+    float* first_taps(int index, const Chunk& chunk, const Unit& unit, int thread);
+    void store_taps(int index, const Chunk& chunk, const Unit& unit, const float* taps);
+    void make_gates(const Layer& layer, const Chunk& chunk, int64_t first_row, int head);
+    void advance(int index, const Chunk& chunk, int64_t first_row, int head, int tile, int thread);
+    const float* state_part(const StateCells& cells, int layer, int part) const;
+    float* new_state_part(const StateCells& cells, int layer, int part) const;
+
     // Adds to the time of the phase, if times are kept.
     template <class Run>
     void timed(Phase which, const Run& run) {
@@ -186,8 +223,9 @@ private:
     const int32_t* tokens_ = nullptr;
     const KVMap* map_ = nullptr;
     uint8_t* arena_ = nullptr;
-    int64_t rows_ = 0;                   // rows that are computed now; fewer from the last layer on that stores K and V
+    int64_t rows_ = 0;                   // rows that are computed now; fewer from the last layer on that stores K and V, or a state
     std::vector<Chunk> chunks_;
+    std::vector<int64_t> first_rows_;    // of each chunk
     std::vector<int> positions_;         // of each row, in its block tables
     std::vector<int> dropped_;           // of each row's sequence
     std::vector<const KVTable*> tables_;  // of each row, of each group

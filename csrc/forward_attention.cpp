@@ -68,6 +68,7 @@ Forward::Split Forward::split_of(const Tile& tile, int index) {
 bool Forward::rows_are_apart() {
     if (positions_.size() != chunks_.size()) return false;
     for (size_t group = 0; group < map_->groups.size(); ++group) {
+        if (map_->groups[group].layers.empty()) continue;
         written_.clear();
         for (const Chunk& chunk : chunks_) {
             const KVTable& table = chunk.tables[group];
@@ -110,7 +111,14 @@ void Forward::rotate_queries(const Layer& layer, int64_t row, int kv_head, bool 
     const LayerShape& s = layer.shape;
     const int heads = s.group(), first = kv_head * heads * s.head_dim, size = heads * s.head_dim;
     float* q = work_.q.data() + row * s.q_size() + first;
-    if (to) q = static_cast<float*>(std::memcpy(to, q, size_t(size) * sizeof(float)));
+    if (s.gated) {
+        const float* both = work_.gated_q.data() + (row * s.q_size() + first) * 2;
+        if (to) q = to;
+        for (int head = 0; head < heads; ++head)
+            std::memcpy(q + head * s.head_dim, both + head * 2 * s.head_dim, size_t(s.head_dim) * sizeof(float));
+    } else if (to) {
+        q = static_cast<float*>(std::memcpy(to, q, size_t(size) * sizeof(float)));
+    }
     const bool whole = s.qk_norm == QKNorm::row;  // then bias and norm were applied before
     if (!layer.q_bias.empty() && !whole) kernels_.add(layer.q_bias.data() + first, size, q);
     if (s.qk_norm == QKNorm::head && !s.norm_last) normalise_heads(s, layer.q_norm, heads, q);
@@ -275,11 +283,14 @@ void Forward::finish(const Tile& tile, int layer, int kv_head, float* states) {
     const LayerShape& s = model_.layers[size_t(layer)].shape;
     const Vector& sinks = model_.layers[size_t(layer)].sinks;
     for (int token = 0; token < tile.tokens; ++token) {
-        float* out = work_.attended.data() + int64_t(tile.row + token) * s.q_size() + int64_t(kv_head) * s.group() * s.head_dim;
+        const int64_t place = int64_t(tile.row + token) * s.q_size() + int64_t(kv_head) * s.group() * s.head_dim;
+        float* out = work_.attended.data() + place;
+        const float* gate = work_.gated_q.data() + 2 * place + s.head_dim;
         for (int head = 0; head < s.group(); ++head, states += s.head_dim + 2, out += s.head_dim) {
             if (s.sinks) states[s.head_dim] += std::exp(sinks[size_t(kv_head * s.group() + head)] - states[s.head_dim + 1]);
             kernels_.finish_state(states, s.head_dim, out);
             if (map_->v_type != KVType::f16) kernels_.spread(out, 1, s.head_dim);
+            if (s.gated) kernels_.sigmoid_mul(gate + head * 2 * s.head_dim, out, s.head_dim, out);
         }
     }
 }

@@ -40,8 +40,10 @@ constexpr const char* kName = "generic";
 static constexpr Kernels kTable = {
     kName, kPanelRows, kOwnRows,
     matmul,
-    quantise_row, quantise_columns, rms_norm, rope, cap, spread, silu_mul, gelu_mul, add, add_scaled,
+    quantise_row, quantise_columns, rms_norm, rope, cap, spread, silu_mul, gelu_mul, relu2, mul, sigmoid_mul, add,
+    add_scaled,
     write_kv, attend, merge_states, finish_state,
+    convolve, delta_rule, state_scan,
     argmax, group_maxima, ids_between, weigh, sum_kept, sums_from,
 };
 

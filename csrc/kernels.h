@@ -45,6 +45,26 @@ struct AttendJob {
     int64_t q_stride;      // floats from one token's queries to the next
 };
 
+// One job of a recurrence: some consecutive tokens of a sequence, and kStateColumns of the columns of a head's state.
+//
+// A head's state is float32, in tiles of kStateColumns columns: [value / kStateColumns][key][value % kStateColumns]. A column
+// depends on no other one, and tokens come one after another, so results do not depend on how work is cut.
+struct StateJob {
+    const float* read;  // the tile before the first token; null: zeros
+    float* write;       // the tile after the last token; another one, aligned to 64
+    int64_t tokens;
+    int key_dim;
+    const float *queries, *keys, *values;  // of the first token
+    int64_t stride;                        // floats from one token's to the next's
+    const float *decays, *factors;         // of each token; factor: how much of it is learned
+    int64_t gate_stride;
+    float skip;                            // this much of the values is given as it is
+    float* out;                            // kStateColumns numbers a token
+    int64_t out_stride;
+};
+constexpr int kStateColumns = 16;
+constexpr int kMostTaps = 16;
+
 // A query's running softmax over some positions: sum of exp(score - peak) * v, sum of exp(score - peak), peak.
 // Laid out as head_dim floats, then the sum, then the peak: head_dim + 2 floats.
 
@@ -76,6 +96,9 @@ struct Kernels {
     // out = activation(gate) * up; `out` may be `gate`. gelu: its approximation by tanh.
     void (*silu_mul)(const float* gate, const float* up, int64_t n, float* out);
     void (*gelu_mul)(const float* gate, const float* up, int64_t n, float* out);
+    void (*relu2)(const float* x, int64_t n, float* out);  // the square of what is above 0
+    void (*mul)(const float* a, const float* b, int64_t n, float* out);
+    void (*sigmoid_mul)(const float* gate, const float* x, int64_t n, float* out);
     void (*add)(const float* x, int64_t n, float* to);
     // to = (to + x * scale) * total
     void (*add_scaled)(const float* x, int64_t n, float scale, float total, float* to);
@@ -90,6 +113,15 @@ struct Kernels {
     void (*merge_states)(float* into, const float* later, int64_t n_states, int head_dim);
     // out[i] = state's weighted sum / its sum, for one state.
     void (*finish_state)(const float* state, int head_dim, float* out);
+
+    // --- recurrences (recurrence) ---
+    // out = activation(bias + sum over the kernel of weights[i] * taps[i]), for n channels. weights: [kernel][stride].
+    void (*convolve)(const float* const* taps, const float* weights, int64_t stride, const float* bias, int kernel, int64_t n,
+                     bool silu, float* out);
+    // Each column: S = decay * S; S += key * factor * (value - S key); out = S query.  `scratch`: the tile's size.
+    void (*delta_rule)(const StateJob& job, float* scratch);
+    // Each column: S = decay * S + key * factor * value; out = S query + skip * value.
+    void (*state_scan)(const StateJob& job, float* scratch);
 
     // --- sampling (sampling): over a row of n values, of which any may be -infinity ---
     // The first of the largest values, or the first NaN if there is one.

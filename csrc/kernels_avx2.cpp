@@ -2,6 +2,7 @@
 #include "attention.inl"
 #include "elementwise.inl"
 #include "matmul_avx2.inl"
+#include "recurrence.inl"
 #include "sampling.inl"
 #include "kernel_table.inl"
 

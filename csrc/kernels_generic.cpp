@@ -1,6 +1,7 @@
 #include "attention.inl"
 #include "elementwise.inl"
 #include "matmul_generic.inl"
+#include "recurrence.inl"
 #include "sampling.inl"
 #include "kernel_table.inl"
 

@@ -23,13 +23,19 @@ float mean_over_tokens(const uint16_t* tiles, int head_dim, int d) {
 }  // namespace
 
 void learn_key_shifts(Model& model, Forward& forward) {
-    const KVMap map = map_kv(model.shape, kSample, KVType::f16, KVType::f16, 0, {});
-    const Region arena(map.cell_bytes);
+    // K and V in the first cell, the state in the second.
+    auto [states, state_bytes] = one_cell_states(model.shape);
+    const size_t kv_bytes = one_cell_kv_bytes(model.shape, kSample, KVType::f16, KVType::f16);
+    const size_t cell_bytes = (std::max(kv_bytes, state_bytes) + 63) / 64 * 64;
+    const KVMap map = map_kv(model.shape, kSample, KVType::f16, KVType::f16, cell_bytes, {}, std::move(states));
+    const Region arena(2 * map.cell_bytes);
     std::vector<int32_t> tokens(kSample);
     for (int i = 0; i < kSample; ++i) tokens[size_t(i)] = int32_t(int64_t(i) * model.shape.n_vocab / kSample);
-    const int32_t block = 0;
+    const int32_t block = 0, state = 1;
     const KVTable table{&block, 0};
-    forward.step(tokens.data(), {{kSample, 0, false, &table}}, map, arena.data(), {});
+    Chunk chunk{kSample, 0, 0, &table};
+    chunk.state = {nullptr, &state};
+    forward.step(tokens.data(), {chunk}, map, arena.data(), {});
     for (int index = 0; index < model.shape.n_layers(); ++index) {
         const LayerShape& s = model.shape.layers[size_t(index)];
         if (!s.stores()) continue;
@@ -45,9 +51,11 @@ void learn_key_shifts(Model& model, Forward& forward) {
     }
     for (int index = 0; index < model.shape.n_layers(); ++index) {
         const LayerShape& s = model.shape.layers[size_t(index)];
+        if (!s.attends()) continue;
         Vector& shift = model.layers[size_t(s.stores() ? index : s.kv_from)].key_shift;
         if (s.softcap != 0.0f) std::fill(shift.begin(), shift.end(), 0.0f);
     }
+    model.keys_are_shifted = true;
 }
 
 }  // namespace cllm

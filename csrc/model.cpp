@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <stdexcept>
 
 namespace cllm {
@@ -13,7 +14,7 @@ constexpr size_t kTouchBytes = 4096;     // no page is smaller
 
 [[noreturn]] void refuse(const std::string& why) { throw std::invalid_argument(why); }
 
-// What a role of a layer must be: a vector of `rows` numbers, or a matrix.
+// What a role of a layer must be: a vector of `rows` numbers, a table of rows x cols of them, or a matrix.
 struct Slot {
     const char* role;
     Vector Layer::*vector;
@@ -27,31 +28,19 @@ struct Slot {
 class Slots {
 public:
     Slots(const LayerShape& s, const Shape& shape) {
-        const int64_t embd = shape.n_embd, q = s.q_size(), ff = s.n_ff, own = shape.layer_input_size;
-        const int64_t k = s.stores() ? s.kv_size() : 0, v = s.v_is_k ? 0 : k;
-        if (s.norm_before) vector("attn_norm", &Layer::attn_norm, embd), vector("ffn_norm", &Layer::ffn_norm, embd);
-        if (s.norm_after) {
-            vector("post_attention_norm", &Layer::post_attn_norm, embd);
-            vector("post_ffw_norm", &Layer::post_ffn_norm, embd);
+        const int64_t embd = shape.n_embd, own = shape.layer_input_size;
+        if (s.norm_before && s.mixes()) vector("attn_norm", &Layer::attn_norm, embd);
+        if (s.norm_after && s.mixes()) vector("post_attention_norm", &Layer::post_attn_norm, embd);
+        if (s.attends()) attention(s, embd);
+        if (s.recurrence) recurrence(*s.recurrence, embd);
+        fuse_all();
+        if (s.attends()) matrix("attn_output", &Layer::output, embd, s.q_size());
+        if (s.recurrence) {
+            const bool short_conv = s.recurrence->kind == RecurrenceShape::Kind::short_conv;
+            matrix(short_conv ? "shortconv.out_proj" : "ssm_out", &Layer::state_out, embd, s.recurrence->values());
         }
-        const bool rows = s.qk_norm == QKNorm::row;
-        if (s.qk_norm != QKNorm::none) {
-            vector("attn_q_norm", &Layer::q_norm, rows ? q : s.head_dim);
-            if (k) vector("attn_k_norm", &Layer::k_norm, rows ? k : s.head_dim);
-        }
-        vector("attn_q.bias", &Layer::q_bias, q, false);
-        if (k) vector("attn_k.bias", &Layer::k_bias, k, false);
-        if (v) vector("attn_v.bias", &Layer::v_bias, v, false);
-        if (s.output_bias) vector("attn_output.bias", &Layer::output_bias, embd, false);
-        if (s.sinks) vector("attn_sinks", &Layer::sinks, s.n_heads);
+        if (s.n_ff) feed_forward(s, embd);
         if (s.output_scale) vector("layer_output_scale", &Layer::output_scale, 1);
-        matrix("attn_q", &Layer::q, q, embd, {0, k + v});
-        if (k) matrix("attn_k", &Layer::k, k, embd, {q, v});
-        if (v) matrix("attn_v", &Layer::v, v, embd, {q + k, 0});
-        matrix("attn_output", &Layer::output, embd, q);
-        matrix("ffn_gate", &Layer::gate, ff, embd);
-        matrix("ffn_up", &Layer::up, ff, embd);
-        matrix("ffn_down", &Layer::down, embd, ff);
         if (own == 0) return;
         matrix("inp_gate", &Layer::input_gate, own, embd);
         matrix("proj", &Layer::input_proj, embd, own);
@@ -61,11 +50,72 @@ public:
     std::vector<Slot> all;
 
 private:
+    void attention(const LayerShape& s, int64_t embd) {
+        const int64_t q = s.q_size(), k = s.stores() ? s.kv_size() : 0, v = s.v_is_k ? 0 : k;
+        const bool rows = s.qk_norm == QKNorm::row;
+        if (s.qk_norm != QKNorm::none) {
+            vector("attn_q_norm", &Layer::q_norm, rows ? q : s.head_dim);
+            if (k) vector("attn_k_norm", &Layer::k_norm, rows ? k : s.head_dim);
+        }
+        if (!s.gated) vector("attn_q.bias", &Layer::q_bias, q, false);
+        if (k) vector("attn_k.bias", &Layer::k_bias, k, false);
+        if (v) vector("attn_v.bias", &Layer::v_bias, v, false);
+        if (s.output_bias) vector("attn_output.bias", &Layer::output_bias, embd, false);
+        if (s.sinks) vector("attn_sinks", &Layer::sinks, s.n_heads);
+        matrix("attn_q", &Layer::q, s.gated ? 2 * q : q, embd);
+        if (k) matrix("attn_k", &Layer::k, k, embd);
+        if (v) matrix("attn_v", &Layer::v, v, embd);
+    }
+
+    void recurrence(const RecurrenceShape& s, int64_t embd) {
+        using Kind = RecurrenceShape::Kind;
+        if (s.kind == Kind::short_conv) {
+            matrix("shortconv.in_proj", &Layer::state_in, s.input_size(), embd);
+            return table("shortconv.conv", &Layer::conv, s.channels(), s.kernel);
+        }
+        table("ssm_conv1d", &Layer::conv, s.channels(), s.kernel);
+        vector("ssm_a", &Layer::decay, s.n_heads);
+        vector("ssm_dt.bias", &Layer::step_bias, s.n_heads);
+        if (s.kind == Kind::mamba2) {
+            vector("ssm_conv1d.bias", &Layer::conv_bias, s.channels(), false);
+            vector("ssm_d", &Layer::skip, s.n_heads);
+            if (s.norm) vector("ssm_norm", &Layer::state_norm, s.values());
+            return matrix("ssm_in", &Layer::state_in, s.input_size(), embd);
+        }
+        vector("ssm_norm", &Layer::state_norm, s.value_dim);
+        matrix("attn_qkv", &Layer::state_in, s.input_size(), embd);
+        matrix("attn_gate", &Layer::state_gate, s.values(), embd);
+        matrix("ssm_alpha", &Layer::state_alpha, s.n_heads, embd);
+        matrix("ssm_beta", &Layer::state_beta, s.n_heads, embd);
+    }
+
+    void feed_forward(const LayerShape& s, int64_t embd) {
+        if (s.norm_before) vector("ffn_norm", &Layer::ffn_norm, embd);
+        if (s.norm_after) vector("post_ffw_norm", &Layer::post_ffn_norm, embd);
+        if (s.activation != Activation::relu2) matrix("ffn_gate", &Layer::gate, s.n_ff, embd);
+        matrix("ffn_up", &Layer::up, s.n_ff, embd);
+        matrix("ffn_down", &Layer::down, embd, s.n_ff);
+    }
+
+    // The matrices so far take the same input, and are multiplied in one phase.
+    void fuse_all() {
+        int64_t total = 0, before = 0;
+        for (const Slot& slot : all) total += slot.matrix ? slot.rows : 0;
+        for (Slot& slot : all) {
+            if (!slot.matrix) continue;
+            slot.fused = {before, total - before - slot.rows};
+            before += slot.rows;
+        }
+    }
+
     void vector(const char* role, Vector Layer::*to, int64_t size, bool needed = true) {
         all.push_back({role, to, nullptr, size, 0, {}, needed});
     }
-    void matrix(const char* role, PackedMatrix Layer::*to, int64_t rows, int64_t cols, FusedRows fused = {}) {
-        all.push_back({role, nullptr, to, rows, cols, fused, true});
+    void table(const char* role, Vector Layer::*to, int64_t rows, int64_t cols) {
+        all.push_back({role, to, nullptr, rows, cols, {}, true});
+    }
+    void matrix(const char* role, PackedMatrix Layer::*to, int64_t rows, int64_t cols) {
+        all.push_back({role, nullptr, to, rows, cols, {}, true});
     }
 };
 
@@ -77,7 +127,12 @@ Model::Model(const Shape& s, const Kernels& k, Team& team) : shape(s), kernels(k
     for (const LayerShape& s : shape.layers) {
         Layer& layer = layers.emplace_back();
         layer.shape = s;
-        if (s.stores()) last_stored = int(layers.size()) - 1;
+        if (s.stores() || s.recurrence) last_stored = int(layers.size()) - 1;
+        if (s.recurrence && s.recurrence->kind == RecurrenceShape::Kind::delta_net) {
+            const double dim = s.recurrence->key_dim;  // keys have a length of 1, and queries are scaled as scores are
+            layer.key_lengths.assign(size_t(dim), float(1.0 / std::sqrt(dim)));
+            layer.query_lengths.assign(size_t(dim), float(1.0 / dim));
+        }
         ones.resize(std::max(ones.size(), size_t(s.head_dim)), 1.0f);
         if (!s.rotation) continue;
         const auto same = [&](const Turning& other) { return other.shape == *s.rotation; };
@@ -100,28 +155,37 @@ void Model::load(int layer, const std::string& role, GgmlType type, int64_t rows
     if (layer < 0) {
         if (role == "token_embd") return load_matrix(token_embd, role, source, shape.n_vocab, shape.n_embd);
         if (role == "output") return load_matrix(output, role, source, shape.n_vocab, shape.n_embd);
-        if (role == "output_norm") return load_vector(output_norm, role, source, shape.n_embd);
+        if (role == "output_norm") return load_numbers(output_norm, role, source, shape.n_embd);
         const int64_t own = shape.layer_input_size, all = own * shape.n_layers();
         if (own && role == "per_layer_token_embd") return load_matrix(layer_embd, role, source, shape.n_vocab, all);
         if (own && role == "per_layer_model_proj") return load_matrix(layer_proj, role, source, all, shape.n_embd);
-        if (own && role == "per_layer_proj_norm") return load_vector(layer_proj_norm, role, source, own);
+        if (own && role == "per_layer_proj_norm") return load_numbers(layer_proj_norm, role, source, own);
     } else if (layer < shape.n_layers()) {
         Layer& to = layers[size_t(layer)];
         for (const Slot& slot : Slots(to.shape, shape).all) {
             if (role != slot.role) continue;
             const std::string what = "layer " + std::to_string(layer) + " " + role;
-            if (slot.vector) return load_vector(to.*slot.vector, what, source, slot.rows);
+            if (slot.vector) return load_numbers(to.*slot.vector, what, source, slot.rows, slot.cols);
             return load_matrix(to.*slot.matrix, what, source, slot.rows, slot.cols, slot.fused);
         }
     }
     refuse("there is no tensor " + role + " in layer " + std::to_string(layer));
 }
 
-void Model::load_vector(Vector& to, const std::string& what, const Source& source, int64_t expected) {
-    if (source.rows != 1 || source.cols != expected)
-        refuse(what + " has " + std::to_string(source.rows * source.cols) + " values, not " + std::to_string(expected));
-    Vector values(size_t(source.cols), 0.0f);
-    if (!read_raw_row(source.type, source.raw, source.cols, values.data())) refuse(what + " holds values that are not finite");
+// A vector, of which files make one row or several; or, with `cols`, a table, which is transposed.
+void Model::load_numbers(Vector& to, const std::string& what, const Source& source, int64_t rows, int64_t cols) {
+    const int64_t count = source.rows * source.cols;
+    if (cols ? source.rows != rows || source.cols != cols : count != rows)
+        refuse(what + " has " + (cols ? std::to_string(source.rows) + " x " + std::to_string(source.cols) : std::to_string(count)) +
+               " values, not " + std::to_string(rows) + (cols ? " x " + std::to_string(cols) : ""));
+    if (source.first_row != 0 || source.last_row != source.rows) refuse(what + " must come in one piece");
+    Vector values(size_t(count), 0.0f), row(size_t(source.cols));
+    const size_t row_bytes = raw_row_bytes(source.type, source.cols);
+    for (int64_t r = 0; r < source.rows; ++r) {
+        if (!read_raw_row(source.type, source.raw + size_t(r) * row_bytes, source.cols, row.data()))
+            refuse(what + " holds values that are not finite");
+        for (int64_t c = 0; c < source.cols; ++c) values[size_t(cols ? c * source.rows + r : r * source.cols + c)] = row[size_t(c)];
+    }
     to = std::move(values);
 }
 

@@ -24,6 +24,13 @@ struct Layer {
     Vector key_shift;     // added to spread keys of four bits
     PackedMatrix q, k, v, output, gate, up, down;
     PackedMatrix input_gate, input_proj;
+    // Of a recurrence: what it is made from, what gates its output, how much it forgets and how much it learns, and what
+    // joins its heads.
+    PackedMatrix state_in, state_gate, state_alpha, state_beta, state_out;
+    Vector conv, conv_bias;  // [kernel][channel]
+    Vector decay, step_bias, skip;  // of each head
+    Vector state_norm;
+    Vector query_lengths, key_lengths;  // of a delta net: what a root mean square of one is multiplied by
 
     float total_scale() const { return output_scale.empty() ? 1.0f : output_scale[0]; }
 };
@@ -60,7 +67,8 @@ public:
     Vector layer_proj_norm;
     Vector ones;                      // a norm without weights, of a head
     std::vector<Turning> rotations;   // all different ones
-    int last_stored = 0;              // the last layer with K and V of its own
+    int last_stored = 0;              // the last layer with K and V of its own, or with a state
+    bool keys_are_shifted = false;    // whether the layers' shifts were learned
     int64_t widest_input = 0;         // columns of the widest matrix
     bool any_float = false;           // whether some matrix takes its inputs as floats
 
@@ -80,7 +88,7 @@ private:
         int64_t next_row = 0;
         std::string what;
     };
-    void load_vector(Vector& to, const std::string& what, const Source& source, int64_t expected);
+    void load_numbers(Vector& to, const std::string& what, const Source& source, int64_t rows, int64_t cols = 0);
     void load_matrix(PackedMatrix& to, const std::string& what, const Source& source, int64_t expected_rows,
                      int64_t expected_cols, FusedRows fused = {});
     void begin(PackedMatrix& to, const std::string& what, const Source& source, FusedRows fused);

@@ -37,6 +37,9 @@ using NewIntTable = nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::
 using Doubles = nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using DoubleTable = nb::ndarray<double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
+// Of some layers: in which cell, and from which byte on, each part of the layer's state lies.
+using Places = std::vector<std::pair<int, std::vector<std::pair<int, int64_t>>>>;
+
 [[noreturn]] void refuse(const std::string& why) { throw std::invalid_argument(why); }
 
 std::string number(int64_t value) { return std::to_string(value); }
@@ -81,6 +84,8 @@ void read_attention(const nb::handle& attention, LayerShape& layer) {
         refuse("v_is_k is not supported with biases, or with a norm over all heads");
     layer.output_bias = field<bool>(attention, "output_bias");
     layer.sinks = field<bool>(attention, "sinks");
+    layer.gated = field<bool>(attention, "gated");
+    if (layer.gated && field<bool>(attention, "qkv_bias")) refuse("gated attention is not supported with biases");
     layer.scale = float(field<std::optional<double>>(attention, "scale").value_or(1.0 / std::sqrt(double(layer.head_dim))));
     const int window = field<int>(attention, "window");
     layer.window = window ? window : kNoWindow;
@@ -94,14 +99,54 @@ void read_attention(const nb::handle& attention, LayerShape& layer) {
     layer.temperature_context = field<int>(temperature, "context");
 }
 
+// A cllm.models.spec.RecurrenceSpec.
+std::optional<RecurrenceShape> read_recurrence(const nb::handle& recurrence) {
+    if (recurrence.is_none()) return std::nullopt;
+    const auto kind = field<std::string>(recurrence.type(), "__name__");
+    RecurrenceShape found;
+    found.kernel = field<int>(recurrence, "kernel");
+    if (kind == "ShortConvSpec") {
+        found.value_dim = field<int>(recurrence, "size");
+    } else if (kind == "DeltaNetSpec") {
+        found.kind = RecurrenceShape::Kind::delta_net;
+        found.n_heads = field<int>(recurrence, "n_v_heads");
+        found.value_dim = field<int>(recurrence, "head_dim_v");
+        found.n_groups = field<int>(recurrence, "n_k_heads");
+        found.key_dim = field<int>(recurrence, "head_dim_k");
+        found.tiled = field<bool>(recurrence, "tiled");
+    } else if (kind == "Mamba2Spec") {
+        found.kind = RecurrenceShape::Kind::mamba2;
+        found.n_heads = field<int>(recurrence, "n_heads");
+        found.value_dim = field<int>(recurrence, "head_dim");
+        found.n_groups = field<int>(recurrence, "n_groups");
+        found.key_dim = field<int>(recurrence, "state_size");
+        found.norm = field<bool>(recurrence, "norm");
+    } else {
+        refuse("there is no recurrence " + kind);
+    }
+    return found;
+}
+
+void read_feed_forward(const nb::handle& feed_forward, LayerShape& layer) {
+    layer.n_ff = field<int>(feed_forward, "size");
+    if (layer.n_ff < 1) refuse("n_ff is " + number(layer.n_ff));
+    const auto activation = field<std::string>(feed_forward, "activation");
+    if (activation == "gelu") layer.activation = Activation::gelu;
+    else if (activation == "relu2") layer.activation = Activation::relu2;
+    else if (activation != "silu") refuse("there is no activation " + activation);
+    if (field<bool>(feed_forward, "gated") == (activation == "relu2"))
+        refuse("a feed-forward with " + activation + " is supported only with" + (activation == "relu2" ? "out" : "") + " a gate");
+}
+
 LayerShape read_layer(const nb::handle& layer) {
     LayerShape found;
-    read_attention(layer.attr("attention"), found);
-    const nb::object feed_forward = layer.attr("feed_forward");
-    found.n_ff = field<int>(feed_forward, "size");
-    const auto activation = field<std::string>(feed_forward, "activation");
-    if (activation != "silu" && activation != "gelu") refuse("there is no activation " + activation);
-    found.gelu = activation == "gelu";
+    const nb::object attention = layer.attr("attention"), feed_forward = layer.attr("feed_forward");
+    if (!attention.is_none()) {
+        read_attention(attention, found);
+        if (!found.attends()) refuse("n_heads is " + number(found.n_heads));
+    }
+    found.recurrence = read_recurrence(layer.attr("recurrence"));
+    if (!feed_forward.is_none()) read_feed_forward(feed_forward, found);
     const auto norms = field<std::string>(layer, "norms");
     if (norms != "before" && norms != "after" && norms != "both") refuse("there are no norms " + norms);
     found.norm_before = norms != "after";
@@ -140,13 +185,15 @@ public:
     void seal() { model_.seal(); }
 
     void allocate(int64_t cells, int block_size, const std::string& type_k, const std::string& type_v, int64_t cell_bytes,
-                  const std::vector<std::pair<std::vector<int>, int>>& groups, bool large_pages) {
+                  const std::vector<std::pair<std::vector<int>, int>>& groups, int state_cells, const Places& states,
+                  bool large_pages) {
         if (cells < 1 || cells > INT32_MAX) refuse("cells is " + number(cells));
         if (cell_bytes < 0) refuse("cell_bytes is " + number(cell_bytes));
         std::vector<KVGroup> wanted;
         for (const auto& [layers, of_block] : groups) wanted.push_back({layers, of_block, 0});
-        KVMap map = map_kv(model_.shape, block_size, kv_type(type_k), kv_type(type_v), size_t(cell_bytes), std::move(wanted));
-        if (map.k_type == KVType::q4_0 && model_.layers[0].key_shift.empty()) {
+        KVMap map = map_kv(model_.shape, block_size, kv_type(type_k), kv_type(type_v), size_t(cell_bytes), std::move(wanted),
+                           read_places(state_cells, states));
+        if (map.k_type == KVType::q4_0 && !model_.keys_are_shifted) {
             require_sealed();
             learn_key_shifts(model_, forward_);
         }
@@ -155,6 +202,8 @@ public:
         arena_ = std::make_shared<Region>(size_t(cells) * map.cell_bytes, large_pages ? Pages::large : Pages::usual);
         map_ = std::move(map);
         cells_ = cells;
+        written_in_.assign(map_.states.cells ? size_t(cells) : 0, 0);
+        step_ = 0;
     }
 
     bool step(const Ints& tokens, const IntTable& chunks, const Ints& blocks, const FloatTable& logits) {
@@ -237,6 +286,18 @@ public:
     }
 
 private:
+    StateMap read_places(int cells, const Places& states) const {
+        StateMap found{cells, std::vector<std::vector<StatePlace>>(size_t(model_.shape.n_layers()))};
+        for (const auto& [layer, places] : states) {
+            if (layer < 0 || layer >= model_.shape.n_layers()) refuse("there is no layer " + number(layer));
+            for (const auto& [cell, offset] : places) {
+                if (offset < 0) refuse("a part of a state lies at byte " + number(offset));
+                found.places[size_t(layer)].push_back({cell, size_t(offset)});
+            }
+        }
+        return found;
+    }
+
     void require_sealed() const {
         if (!model_.sealed()) refuse("the model is not sealed");
     }
@@ -254,7 +315,7 @@ private:
     }
 
     void read_chunks(const Ints& tokens, const IntTable& table, const Ints& blocks, const FloatTable& logits) {
-        const size_t groups = map_.groups.size(), columns = 4 + 2 * groups;
+        const size_t groups = map_.groups.size(), columns = 4 + 2 * groups + (map_.states.cells ? 2 : 0);
         if (table.shape(1) != columns) refuse("chunks has rows of " + number(table.shape(1)) + ", not " + number(columns));
         chunks_.clear();
         tables_.resize(table.shape(0) * groups);
@@ -267,17 +328,19 @@ private:
                        " and drop " + number(row[4]) + " tokens before it");
             if (row[2] < 0 || row[2] > row[0])
                 refuse("chunk " + number(i) + " of " + number(row[0]) + " tokens wants " + number(row[2]) + " rows of logits");
-            if (row[4] > 0 && model_.shape.any_window())
-                refuse("chunk " + number(i) + " drops tokens, which layers with a window do not allow");
+            if (row[4] > 0 && (model_.shape.any_window() || model_.shape.recurrent()))
+                refuse("chunk " + number(i) + " drops tokens, which layers with a window or a state do not allow");
             KVTable* const tables = tables_.data() + i * groups;
             chunks_.push_back({row[0], row[1], row[2], tables, row[4], row[5]});
             for (size_t group = 0; group < groups; ++group) {
                 const int first = group ? row[4 + 2 * group] : 0, count = group ? row[5 + 2 * group] : row[3];
                 n_entries = read_table(row[1], int64_t(row[1]) + row[0], map_.groups[group], blocks, n_entries, first, count, tables[group]);
             }
+            if (map_.states.cells) n_entries = read_state(chunks_.back(), row[columns - 2], row[columns - 1], blocks, n_entries);
             n_tokens += row[0];
             n_logits += row[2];
         }
+        if (map_.states.cells) check_states();
         if (n_tokens != int64_t(tokens.size())) refuse("chunks have " + number(n_tokens) + " tokens, tokens " + number(tokens.size()));
         if (n_entries != int64_t(blocks.size())) refuse("chunks have " + number(n_entries) + " blocks, blocks " + number(blocks.size()));
         if (int64_t(logits.shape(0)) < n_logits || int64_t(logits.shape(1)) != model_.shape.n_vocab)
@@ -291,15 +354,41 @@ private:
     int64_t read_table(int64_t first_position, int64_t end_position, const KVGroup& group, const Ints& blocks, int64_t begin,
                        int64_t first, int64_t count, KVTable& table) const {
         if (first < 0 || count < 0) refuse("a table begins at block " + number(first) + " and has " + number(count));
-        if ((first + count) * map_.block_size < end_position)
+        if (!group.layers.empty() && (first + count) * map_.block_size < end_position)
             refuse("a chunk ends at position " + number(end_position) + ", its blocks " + number(first) + " to " +
                    number(first + count) + " end at " + number((first + count) * map_.block_size));
-        const int64_t needed = map_.first_block(group, int(first_position)), end = begin + count * group.cells;
+        const int64_t needed = group.layers.empty() ? first : map_.first_block(group, int(first_position));
+        const int64_t end = begin + count * group.cells;
         if (first > needed) refuse("a table begins at block " + number(first) + ", behind block " + number(needed));
         if (end > int64_t(blocks.size())) refuse("blocks has only " + number(blocks.size()) + " numbers");
         table = {blocks.data() + begin, int(first)};
         for (int64_t i = begin + (needed - first) * group.cells; i < end; ++i) check_block(blocks.data()[i]);
         return end;
+    }
+
+    // The cells of a chunk's state, at entry `begin` of `blocks`; returns where they end.
+    int64_t read_state(Chunk& chunk, int64_t read, int64_t write, const Ints& blocks, int64_t begin) const {
+        const int64_t cells = map_.states.cells, end = begin + read + write;
+        if (read != (chunk.first_position > 0 ? cells : 0) || write != cells)
+            refuse("a chunk at position " + number(chunk.first_position) + " reads a state of " + number(read) + " cells and writes " +
+                   number(write) + ", where a state has " + number(cells));
+        if (end > int64_t(blocks.size())) refuse("blocks has only " + number(blocks.size()) + " numbers");
+        for (int64_t i = begin; i < end; ++i) check_block(blocks.data()[i]);
+        chunk.state = {read ? blocks.data() + begin : nullptr, blocks.data() + begin + read};
+        return end;
+    }
+
+    // No cell that a chunk's state is written to is another's, or is read.
+    void check_states() {
+        ++step_;
+        const auto each_cell = [&](const int32_t* cells, const auto& check) {
+            for (int i = 0; cells && i < map_.states.cells; ++i)
+                if (!check(written_in_[size_t(cells[i])])) refuse("cell " + number(cells[i]) + " is used by two states of a step");
+        };
+        for (const Chunk& chunk : chunks_)
+            each_cell(chunk.state.write, [&](uint64_t& step) { return step != step_ && (step = step_); });
+        for (const Chunk& chunk : chunks_)
+            each_cell(chunk.state.read, [&](uint64_t& step) { return step != step_; });
     }
 
     // `wants` has a row per chunk: how many of its first tokens to score, and which hidden states to return.
@@ -339,6 +428,8 @@ private:
     KVMap map_;
     int64_t cells_ = 0;
     std::vector<KVTable> tables_;  // of each chunk, of each group
+    std::vector<uint64_t> written_in_;  // of each cell: the last step that wrote a state to it
+    uint64_t step_ = 0;
     std::vector<Chunk> chunks_;
 };
 
@@ -476,7 +567,8 @@ NB_MODULE(_native, m) {
              "first_row"_a = nb::none(), no_gil)
         .def("seal", &Engine::seal)
         .def("allocate", &Engine::allocate, nb::kw_only(), "cells"_a, "block_size"_a, "type_k"_a, "type_v"_a,
-             "cell_bytes"_a = 0, "groups"_a = nb::list(), "large_pages"_a = true, no_gil)
+             "cell_bytes"_a = 0, "groups"_a = nb::list(), "state_cells"_a = 0, "states"_a = nb::list(), "large_pages"_a = true,
+             no_gil)
         .def("step", &Engine::step, "tokens"_a, "chunks"_a, "blocks"_a, "logits"_a.noconvert(), no_gil)
         .def("read_prompts", &Engine::read_prompts, "tokens"_a, "chunks"_a, "blocks"_a, "logits"_a.noconvert(), "wants"_a,
              "targets"_a, "logprobs"_a.noconvert(), "ranks"_a.noconvert(), "top_ids"_a.noconvert(),

@@ -34,7 +34,7 @@ void RotationShape::check(int head_dim) const {
     if (!(magnitude > 0 && std::isfinite(magnitude))) refuse("rope_magnitude is " + std::to_string(magnitude));
     if (!divisors.empty()) check_range("rope_divisors", int64_t(divisors.size()), dims / 2, dims / 2);
     for (const double divisor : divisors)
-        if (!(divisor > 0 && std::isfinite(divisor))) refuse("a divisor of RoPE is " + std::to_string(divisor));
+        if (!(divisor > 0)) refuse("a divisor of RoPE is " + std::to_string(divisor));
 }
 
 std::vector<double> RotationShape::frequencies() const {
@@ -44,11 +44,42 @@ std::vector<double> RotationShape::frequencies() const {
     return found;
 }
 
+int RecurrenceShape::input_size() const {
+    switch (kind) {
+        case Kind::delta_net: return channels();
+        case Kind::mamba2: return values() + channels() + n_heads;
+        case Kind::short_conv: return 3 * values();
+    }
+    return 0;
+}
+
+void RecurrenceShape::check() const {
+    check_range("the convolution's kernel", kernel, 2, kMostTaps);
+    check_range("the recurrence's heads", n_heads, 1, 1024);
+    check_range("the recurrence's head size", value_dim, 1, 1 << 17);
+    if (!has_heads()) return;
+    check_range("the recurrence's key heads", n_groups, 1, n_heads);
+    check_range("the state's size", key_dim, 1, 512);
+    check_range("the recurrence's head size", value_dim, kStateColumns, 512);
+    if (value_dim % kStateColumns)
+        refuse("the recurrence's head size is " + std::to_string(value_dim) + ", no multiple of " + std::to_string(kStateColumns));
+    if (n_heads % n_groups) refuse("the recurrence's heads are " + std::to_string(n_heads) + ", no multiple of its key heads");
+}
+
 void LayerShape::check() const {
+    if (attends()) check_attention();
+    if (recurrence) recurrence->check();
+    if (!mixes() && !n_ff) refuse("a layer does nothing");
+    check_range("n_ff", n_ff, 0, 1 << 20);
+    if (!norm_before && !norm_after) refuse("a layer has no norms");
+    if (attends() && recurrence && norm_after) refuse("norms of outputs are not supported beside two kinds of them");
+    if (output_scale && !n_ff) refuse("output_scale is not supported without a feed-forward");
+}
+
+void LayerShape::check_attention() const {
     check_range("n_kv_heads", n_kv_heads, 1, 1024);
     check_range("n_heads", n_heads, n_kv_heads, 1024);
     check_range("head_dim", head_dim, 8, 512);
-    check_range("n_ff", n_ff, 1, 1 << 20);
     if (n_heads % n_kv_heads) refuse("n_heads is " + std::to_string(n_heads) + ", no multiple of n_kv_heads");
     if (head_dim % 8) refuse("head_dim is " + std::to_string(head_dim) + ", no multiple of 8");
     check_range("window", window, 1, kNoWindow);
@@ -56,7 +87,7 @@ void LayerShape::check() const {
     check_softcap("the attention's softcap", softcap);
     if (!std::isfinite(temperature)) refuse("the temperature's beta is " + std::to_string(temperature));
     check_range("the temperature's context", temperature_context, 1, INT32_MAX);
-    if (!norm_before && !norm_after) refuse("a layer has no norms");
+    if (gated && qk_norm == QKNorm::row) refuse("gated attention is not supported with a norm over all heads");
     if (rotation) rotation->check(head_dim);
 }
 
@@ -73,7 +104,7 @@ void Shape::check() const {
     for (int i = 0; i < n_layers(); ++i) {
         const LayerShape& layer = layers[size_t(i)];
         layer.check();
-        if (layer.stores()) continue;
+        if (!layer.attends() || layer.stores()) continue;
         check_range("kv_from", layer.kv_from, 0, i - 1);
         const LayerShape& source = layers[size_t(layer.kv_from)];
         if (!source.stores() || source.n_kv_heads != layer.n_kv_heads || source.head_dim != layer.head_dim)

@@ -14,7 +14,7 @@ struct RotationShape {
     int dims;
     bool neox;                     // whether dimension i turns with i + dims / 2, not 2i with 2i + 1
     double scale;                  // positions are divided by this
-    std::vector<double> divisors;  // of each pair of dimensions, beside that; empty: none
+    std::vector<double> divisors;  // of each pair of dimensions, beside that; infinity: it does not turn; empty: none
     double magnitude;              // turned dimensions are multiplied by this
 
     bool operator==(const RotationShape& other) const {
@@ -27,8 +27,40 @@ struct RotationShape {
 
 enum class QKNorm : uint8_t { none, head, row };
 
+// What carries a state of constant size from token to token, and what it is made of: for every head a matrix of `value_dim`
+// columns, each of which evolves by itself, and the last inputs of a convolution.
+struct RecurrenceShape {
+    enum class Kind : uint8_t { delta_net, mamba2, short_conv };
+
+    Kind kind = Kind::short_conv;
+    int n_heads = 1, value_dim = 0;   // of values; a short convolution's are all one head
+    int n_groups = 0, key_dim = 0;    // of keys (B) and queries (C), which heads share
+    bool tiled = false;               // whether head h goes with group h modulo their number; otherwise neighbours share one
+    bool norm = true;                 // of what it gives
+    int kernel = 0;                   // tokens that the convolution sees, the current one included
+
+    bool has_heads() const { return kind != Kind::short_conv; }
+    int values() const { return n_heads * value_dim; }
+    int keys() const { return n_groups * key_dim; }
+    int channels() const { return values() + 2 * keys(); }  // of the convolution
+    int group_of(int head) const { return tiled ? head % n_groups : head / (n_heads / n_groups); }
+    // Rows of the matrix that everything is made from but a delta net's gates.
+    int input_size() const;
+    // The state's parts: the matrices of all heads, then the convolution's inputs, the oldest first.
+    int matrices() const { return has_heads() ? n_heads : 0; }
+    int parts() const { return matrices() + kernel - 1; }
+    size_t part_bytes(int part) const {
+        return sizeof(float) * (part < matrices() ? size_t(value_dim) * size_t(key_dim) : size_t(channels()));
+    }
+    void check() const;
+};
+
+enum class Activation : uint8_t { silu, gelu, relu2 };
+
 struct LayerShape {
-    int n_heads = 0, n_kv_heads = 0, head_dim = 0, n_ff = 0;
+    int n_heads = 0, n_kv_heads = 0, head_dim = 0;  // 0 heads: it does not attend
+    int n_ff = 0;                                   // 0: it has no feed-forward
+    std::optional<RecurrenceShape> recurrence;
     std::optional<RotationShape> rotation;
     QKNorm qk_norm = QKNorm::none;
     bool norm_last = false;  // of queries and keys: after they are rotated
@@ -36,7 +68,8 @@ struct LayerShape {
     bool v_is_k = false;
     bool output_bias = false;
     bool sinks = false;
-    bool gelu = false;  // instead of silu
+    bool gated = false;  // attended values, by what stands behind each head's query
+    Activation activation = Activation::silu;  // relu2 goes with no gate, the others with one
     bool norm_before = true, norm_after = false;
     bool output_scale = false;
     float scale = 0.0f;       // of scores
@@ -49,8 +82,13 @@ struct LayerShape {
     int q_size() const { return n_heads * head_dim; }
     int kv_size() const { return n_kv_heads * head_dim; }
     int group() const { return n_heads / n_kv_heads; }
-    bool stores() const { return kv_from < 0; }
+    bool attends() const { return n_heads > 0; }
+    bool mixes() const { return attends() || recurrence; }  // tokens
+    bool stores() const { return attends() && kv_from < 0; }
     void check() const;
+
+private:
+    void check_attention() const;
 };
 
 struct Shape {
@@ -66,6 +104,11 @@ struct Shape {
     bool any_window() const {
         for (const LayerShape& layer : layers)
             if (layer.window != kNoWindow) return true;
+        return false;
+    }
+    bool recurrent() const {
+        for (const LayerShape& layer : layers)
+            if (layer.recurrence) return true;
         return false;
     }
     void check() const;  // throws std::invalid_argument with the number that is wrong

@@ -51,6 +51,8 @@ struct Vec {
         return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
     }
     CLLM_INLINE void store(float* p) const { _mm512_storeu_ps(p, v); }
+    // Past the caches, to an aligned address; stream_fence() (stream_copy.h) makes it seen by others.
+    CLLM_INLINE void stream(float* p) const { _mm512_stream_ps(p, v); }
     CLLM_INLINE void store_f16(uint16_t* p) const {
         _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     }
@@ -102,6 +104,7 @@ struct Vec {
         return {_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))};
     }
     CLLM_INLINE void store(float* p) const { _mm256_storeu_ps(p, v); }
+    CLLM_INLINE void stream(float* p) const { _mm256_stream_ps(p, v); }
     CLLM_INLINE void store_f16(uint16_t* p) const {
         _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     }
@@ -187,6 +190,7 @@ struct Vec {
         return each([&](int i) { return bf16_to_f32(p[i]); });
     }
     CLLM_INLINE void store(float* p) const { std::memcpy(p, &v, sizeof v); }
+    CLLM_INLINE void stream(float* p) const { store(p); }
     CLLM_INLINE void store_f16(uint16_t* p) const {
         for (int i = 0; i < lanes; ++i) p[i] = f32_to_f16(v[i]);
     }

@@ -12,6 +12,13 @@
 
 namespace cllm {
 
+// Before other threads are told that data stored past the caches is there: an atomic store alone does not wait for it.
+inline void stream_fence() {
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
+}
+
 // The ranges must not overlap. Other threads see the result after any atomic operation that follows this.
 inline void stream_copy(uint8_t* to, const uint8_t* from, size_t bytes) {
 #if defined(__SSE2__)
@@ -31,7 +38,7 @@ inline void stream_copy(uint8_t* to, const uint8_t* from, size_t bytes) {
         _mm_stream_si128(target + 3, d);
     }
     std::memcpy(to + at, from + at, bytes - at);
-    _mm_sfence();  // an atomic store alone does not wait for stores past the caches
+    stream_fence();
 #else
     std::memcpy(to, from, bytes);
 #endif

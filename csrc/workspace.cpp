@@ -14,15 +14,31 @@ void add(std::vector<int64_t>& sizes, int64_t size) {
 
 Extents::Extents(const Shape& shape) {
     for (const LayerShape& s : shape.layers) {
-        const size_t heads = size_t(s.group()), tile_rows = heads * size_t(attention_tile_tokens(s.group()));
-        q_size = std::max(q_size, size_t(s.q_size()));
-        kv_size = std::max(kv_size, size_t(s.kv_size()));
-        head_floats = std::max(head_floats, heads * size_t(s.head_dim));
-        state_floats = std::max(state_floats, tile_rows * size_t(s.head_dim + 2));
-        attend_bytes = std::max(attend_bytes, attend_scratch_bytes(s.head_dim, s.group()));
-        add(head_sizes, s.q_size());
-        add(ff_sizes, s.n_ff);
+        if (s.attends()) add_attention(s);
+        if (s.recurrence) add_recurrence(*s.recurrence);
+        if (s.n_ff) add(ff_sizes, s.n_ff);
     }
+}
+
+void Extents::add_attention(const LayerShape& s) {
+    const size_t heads = size_t(s.group()), tile_rows = heads * size_t(attention_tile_tokens(s.group()));
+    q_size = std::max(q_size, size_t(s.q_size()));
+    if (s.gated) gated_q_size = std::max(gated_q_size, 2 * size_t(s.q_size()));
+    kv_size = std::max(kv_size, size_t(s.kv_size()));
+    head_floats = std::max(head_floats, heads * size_t(s.head_dim));
+    state_floats = std::max(state_floats, tile_rows * size_t(s.head_dim + 2));
+    attend_bytes = std::max(attend_bytes, attend_scratch_bytes(s.head_dim, s.group()));
+    add(head_sizes, s.q_size());
+}
+
+void Extents::add_recurrence(const RecurrenceShape& s) {
+    const int width = s.has_heads() ? std::max(s.key_dim, s.value_dim) : kChannelsTogether;
+    mixed_size = std::max(mixed_size, size_t(s.input_size()));
+    recurred_size = std::max(recurred_size, size_t(s.values()));
+    recurrent_heads = std::max(recurrent_heads, size_t(s.n_heads));
+    tap_floats = std::max(tap_floats, size_t(s.kernel) * size_t(width));
+    column_floats = std::max(column_floats, size_t(s.key_dim) * kStateColumns);
+    add(head_sizes, s.values());
 }
 
 void Workspace::ensure(const Model& model, int64_t rows, int n_threads, bool any_dropped) {
@@ -36,6 +52,12 @@ void Workspace::ensure(const Model& model, int64_t rows, int n_threads, bool any
     k.ensure(n * extents.kv_size);
     v.ensure(n * extents.kv_size);
     attended.ensure(n * extents.q_size);
+    gated_q.ensure(n * extents.gated_q_size);
+    mixed.ensure(n * extents.mixed_size);
+    state_gate.ensure(n * extents.recurred_size);
+    decays.ensure(n * extents.recurrent_heads);
+    factors.ensure(n * extents.recurrent_heads);
+    recurred.ensure(n * extents.recurred_size);
     layer_inputs.ensure(n * all_own);
     input_gates.ensure(n * own_size);
     rotations.resize(model.rotations.size());
@@ -54,7 +76,7 @@ void Workspace::ensure(const Model& model, int64_t rows, int n_threads, bool any
     for (ThreadSpace& own : threads) {
         own.matmul.ensure(matmul_scratch_bytes(model.widest_input));
         own.attend.ensure(extents.attend_bytes);
-        own.row.ensure(std::max({size_t(n_embd), extents.q_size, own_size}));
+        own.row.ensure(std::max({size_t(n_embd), extents.q_size, extents.recurred_size, own_size}));
         own.layer_inputs.ensure(all_own);
         own.q.ensure(extents.head_floats);
         own.embd.ensure(kFewRows, n_embd, panel_rows, floats);
@@ -64,6 +86,8 @@ void Workspace::ensure(const Model& model, int64_t rows, int n_threads, bool any
         own.up.ensure(std::max(size_t(kActivatedFloats), n * 32));
         own.states.ensure(extents.state_floats);
         own.merged.ensure(extents.state_floats);
+        own.taps.ensure(extents.tap_floats);
+        own.state.ensure(extents.column_floats);
     }
 }
 

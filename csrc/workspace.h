@@ -47,6 +47,9 @@ constexpr int64_t kActivatedFloats = 1 << 12;
 // Up to this many rows, each thread makes the inputs of a product for itself: faster than sharing the work and waiting.
 constexpr int64_t kFewRows = 4;
 
+// Channels that a thread convolves at a time, where they are no heads.
+constexpr int kChannelsTogether = 64;
+
 // Buffers of one thread.
 struct ThreadSpace {
     Buffer<uint8_t> matmul, attend;
@@ -56,6 +59,8 @@ struct ThreadSpace {
     InputBuffer embd, heads, inputs;  // of few rows
     Buffer<float> gate, up;        // some columns of these, see kActivatedFloats
     Buffer<float> states, merged;  // of one attention tile
+    Buffer<float> taps;            // of some channels of a convolution, [kernel][width]
+    Buffer<float> state;           // some columns of one, kStateColumns x key_dim
 };
 
 // Angles of the rows' rotations, [rows][rotated dimensions / 2].
@@ -72,8 +77,13 @@ struct Rotations {
 struct Extents {
     explicit Extents(const Shape& shape);
 
-    size_t q_size = 0, kv_size = 0, head_floats = 0, state_floats = 0, attend_bytes = 0;
+    size_t q_size = 0, gated_q_size = 0, kv_size = 0, head_floats = 0, state_floats = 0, attend_bytes = 0;
+    size_t mixed_size = 0, recurred_size = 0, recurrent_heads = 0, tap_floats = 0, column_floats = 0;
     std::vector<int64_t> head_sizes, ff_sizes;
+
+private:
+    void add_attention(const LayerShape& s);
+    void add_recurrence(const RecurrenceShape& s);
 };
 
 struct Workspace {
@@ -83,6 +93,11 @@ struct Workspace {
     Buffer<float> x;               // [rows][n_embd], the residual stream
     Buffer<float> branch;          // the same of what is not a part of it yet
     Buffer<float> q, k, v, attended;
+    Buffer<float> gated_q;         // [rows][heads][query, gate], of gated attention
+    Buffer<float> mixed;           // what a recurrence's values, keys and queries are made from
+    Buffer<float> state_gate;      // of a recurrence's output
+    Buffer<float> decays, factors;  // [rows][heads], of a recurrence
+    Buffer<float> recurred;        // what the heads of a recurrence give
     Buffer<float> layer_inputs;    // [rows][layers][layer_input_size]
     Buffer<float> input_gates;     // [rows][layer_input_size]
     Buffer<float> sink_q;          // [rows][q_size], of steps with dropped tokens

@@ -109,9 +109,11 @@ class Engine:
         Roles: token_embd, output, output_norm, per_layer_token_embd, per_layer_model_proj, per_layer_proj_norm; in
         layers attn_norm, attn_q, attn_k, attn_v, attn_output, attn_q.bias, attn_k.bias, attn_v.bias, attn_output.bias,
         attn_q_norm, attn_k_norm, attn_sinks, post_attention_norm, ffn_norm, ffn_gate, ffn_up, ffn_down, post_ffw_norm,
-        layer_output_scale, inp_gate, proj, post_norm: those that the spec asks for.
-        A vector has one row. Raises ValueError for a wrong size, an unknown type or role, or values that are not
-        finite.
+        layer_output_scale, inp_gate, proj, post_norm; of recurrences attn_qkv, attn_gate, ssm_alpha, ssm_beta, ssm_in,
+        ssm_conv1d, ssm_conv1d.bias, ssm_a, ssm_dt.bias, ssm_d, ssm_norm, ssm_out, shortconv.in_proj, shortconv.conv,
+        shortconv.out_proj: those that the spec asks for, with the contents that `cllm.models.tensors` says.
+        A vector may have several rows; it and a convolution come in one piece. Raises ValueError for a wrong size, an
+        unknown type or role, or values that are not finite.
         """
 
     def seal(self) -> None:
@@ -126,6 +128,8 @@ class Engine:
         type_v: str,
         cell_bytes: int = 0,
         groups: Sequence[tuple[Sequence[int], int]] = (),
+        state_cells: int = 0,
+        states: Sequence[tuple[int, Sequence[tuple[int, int]]]] = (),
         large_pages: bool = True,
     ) -> None:
         """Reserve the arena, of equal cells; memory is taken as it is used. Again: starts anew, empty.
@@ -133,6 +137,10 @@ class Engine:
         A group is some layers, and how many cells a block of theirs takes; every layer with K/V of its own is in one.
         Its layers fill a block's cells in their order, each wholly within one cell. Without groups, all layers are one,
         and a block is a cell; then `cell_bytes` may be 0, for as much as that takes.
+
+        A state is a block of `state_cells` cells. `states` says of every layer that has one where each of its parts
+        lies (`cllm.models.spec`, `state_parts`): in which of the cells, and from which byte on, a multiple of 64. The
+        matrix of a head is stored in tiles of 16 values: [value / 16][key][value % 16].
 
         `large_pages` asks for pages of 2 MiB, where the OS has them; else for its usual ones.
 
@@ -145,10 +153,12 @@ class Engine:
         `tokens` holds those of all chunks, one after another. `chunks` has a row per chunk: number of tokens, first
         position, of how many of its last tokens it wants the logits, number of blocks, and tokens that were dropped and
         kept before it (`cllm.backends.base.Chunk`; what is kept is a multiple of 16). With several groups, two more
-        columns for each but the first: the first block of its table, and how many it has. `blocks` holds the tables of
-        all chunks, one after another, for every group its blocks' cells. Where a group's layers all have a window, what
-        lies wholly behind it may be missing or anything. `logits` has room for all rows that are wanted. Raises
-        ValueError if any of that does not fit.
+        columns for each but the first: the first block of its table, and how many it has. Where layers have a state,
+        another two: how many cells it is read from (none at position 0, then it is zero), and how many it is written
+        to. `blocks` holds the tables of all chunks, one after another, for every group its blocks' cells, and then
+        those two. No chunk may write a cell of a state that it or another one reads or writes. Where a group's layers
+        all have a window, what lies wholly behind it may be missing or anything. `logits` has room for all rows that
+        are wanted. Raises ValueError if any of that does not fit.
         """
 
     def read_prompts(

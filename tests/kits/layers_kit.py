@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from cllm._native import Engine
 from cllm.models.spec import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, Rotation, Temperature
+from recurrence_kit import recurred, recurrence_sizes
 from step_kit import Floats, spans
 
 Doubles = NDArray[np.float64]
@@ -158,14 +159,31 @@ def sizes_of(spec: ModelSpec) -> dict[tuple[int, str], tuple[int, ...]]:
 
 
 def _layer_sizes(spec: ModelSpec, of: LayerSpec) -> dict[str, tuple[int, ...]]:
-    n_embd, own, heads, n_ff = spec.n_embd, spec.layer_input_size, of.attention, of.feed_forward.size
-    stores, row = heads.kv_from is None, heads.qk_norm == "row"
+    n_embd, own, feed = spec.n_embd, spec.layer_input_size, of.feed_forward
+    n_ff = feed.size if feed is not None else 0
+    mixes = of.attention is not None or of.recurrence is not None
     wanted: dict[str, tuple[bool, tuple[int, ...]]] = {
-        "attn_norm": (of.norms != "after", (n_embd,)),
-        "ffn_norm": (of.norms != "after", (n_embd,)),
+        "attn_norm": (mixes and of.norms != "after", (n_embd,)),
+        "ffn_norm": (n_ff > 0 and of.norms != "after", (n_embd,)),
         "post_attention_norm": (of.norms != "before", (n_embd,)),
         "post_ffw_norm": (of.norms != "before", (n_embd,)),
-        "attn_q": (True, (heads.q_size, n_embd)),
+        **(_attention_sizes(spec, of.attention) if of.attention is not None else {}),
+        "ffn_gate": (feed is not None and feed.gated, (n_ff, n_embd)),
+        "ffn_up": (n_ff > 0, (n_ff, n_embd)),
+        "ffn_down": (n_ff > 0, (n_embd, n_ff)),
+        "layer_output_scale": (of.output_scale, (1,)),
+        "inp_gate": (own > 0, (own, n_embd)),
+        "proj": (own > 0, (n_embd, own)),
+        "post_norm": (own > 0, (n_embd,)),
+    }
+    found = {role: size for role, (there, size) in wanted.items() if there}
+    return found | (recurrence_sizes(of.recurrence, n_embd) if of.recurrence is not None else {})
+
+
+def _attention_sizes(spec: ModelSpec, heads: AttentionSpec) -> dict[str, tuple[bool, tuple[int, ...]]]:
+    n_embd, stores, row = spec.n_embd, heads.kv_from is None, heads.qk_norm == "row"
+    return {
+        "attn_q": (True, (heads.q_size * (2 if heads.gated else 1), n_embd)),
         "attn_k": (stores, (heads.k_size, n_embd)),
         "attn_v": (stores and not heads.v_is_k, (heads.v_size, n_embd)),
         "attn_q.bias": (heads.qkv_bias, (heads.q_size,)),
@@ -176,15 +194,7 @@ def _layer_sizes(spec: ModelSpec, of: LayerSpec) -> dict[str, tuple[int, ...]]:
         "attn_sinks": (heads.sinks, (heads.n_heads,)),
         "attn_output": (True, (n_embd, heads.output_size)),
         "attn_output.bias": (heads.output_bias, (n_embd,)),
-        "ffn_gate": (True, (n_ff, n_embd)),
-        "ffn_up": (True, (n_ff, n_embd)),
-        "ffn_down": (True, (n_embd, n_ff)),
-        "layer_output_scale": (of.output_scale, (1,)),
-        "inp_gate": (own > 0, (own, n_embd)),
-        "proj": (own > 0, (n_embd, own)),
-        "post_norm": (own > 0, (n_embd,)),
     }
-    return {role: size for role, (there, size) in wanted.items() if there}
 
 
 def random_weights(spec: ModelSpec, seed: int = 0) -> Weights:
@@ -194,6 +204,8 @@ def random_weights(spec: ModelSpec, seed: int = 0) -> Weights:
         rng = np.random.default_rng([seed, index + 1, *role.encode()])
         if role.endswith(("norm", "scale")):
             values = rng.normal(1.0, 0.2, size)
+        elif role == "ssm_a":
+            values = -np.exp(rng.normal(-1.0, 1.0, size))
         elif len(size) == 1:
             values = rng.normal(0.0, 0.5, size)
         else:
@@ -204,7 +216,8 @@ def random_weights(spec: ModelSpec, seed: int = 0) -> Weights:
 
 def quantised(weights: Weights) -> dict[tuple[int, str], NDArray[np.uint8]]:
     """Matrices as q8_0."""
-    return {name: quantize(values, Q8_0) for name, values in weights.items() if values.ndim == 2}
+    matrices = {name: values for name, values in weights.items() if values.ndim == 2 and "conv" not in name[1][-6:]}
+    return {name: quantize(values, Q8_0) for name, values in matrices.items()}
 
 
 def load(
@@ -231,18 +244,30 @@ def reference(spec: ModelSpec, weights: Weights, tokens: Sequence[int]) -> Doubl
     kept: dict[int, tuple[Doubles, Doubles]] = {}
     for index, each in enumerate(spec.layers):
         own = {role: values for (at, role), values in w.items() if at == index}
-        given = _attend(spec, each.attention, own, _norm(spec, x, own.get("attn_norm")), index, kept)
+        given, normed = np.zeros_like(x), _norm(spec, x, own.get("attn_norm"))
+        if each.attention is not None:
+            given = given + _attend(spec, each.attention, own, normed, index, kept)
+        if each.recurrence is not None:
+            given = given + recurred(each.recurrence, own, normed, spec.rms_eps)
         x = x + spec.residual_scale * _norm(spec, given, own.get("post_attention_norm"))
-        inner = _norm(spec, x, own.get("ffn_norm"))
-        act = _gelu if each.feed_forward.activation == "gelu" else _silu
-        given = (act(inner @ own["ffn_gate"].T) * (inner @ own["ffn_up"].T)) @ own["ffn_down"].T
-        x = x + spec.residual_scale * _norm(spec, given, own.get("post_ffw_norm"))
+        if each.feed_forward is not None:
+            given = _feed_forward(each.feed_forward, own, _norm(spec, x, own.get("ffn_norm")))
+            x = x + spec.residual_scale * _norm(spec, given, own.get("post_ffw_norm"))
         if spec.layer_input_size:
             gate = _gelu(x @ own["inp_gate"].T) * _layer_input(spec, w, tokens, first, index)
             x = x + _norm(spec, gate @ own["proj"].T, own["post_norm"])
         x = x * own.get("layer_output_scale", np.ones(1))
     logits: Doubles = _norm(spec, x, w[-1, "output_norm"]) @ w[-1, "output"].T * spec.logit_scale
     return _capped(logits, spec.logit_softcap)
+
+
+def _feed_forward(of: FeedForwardSpec, own: Mapping[str, Doubles], x: Doubles) -> Doubles:
+    up = x @ own["ffn_up"].T
+    if not of.gated:
+        made = np.maximum(up, 0) ** 2
+    else:
+        made = (_gelu if of.activation == "gelu" else _silu)(x @ own["ffn_gate"].T) * up
+    return made @ own["ffn_down"].T
 
 
 def _norm(spec: ModelSpec, x: Doubles, weight: Doubles | None) -> Doubles:
@@ -311,6 +336,8 @@ def _attend(
     def heads(name: str, count: int, norm: bool) -> Doubles:
         """`norm`: and turned."""
         rows = x @ own[name].T + own.get(f"{name}.bias", 0.0)
+        if of.gated and name == "attn_q":
+            rows = rows.reshape(len(x), count, 2, -1)[:, :, 0].reshape(len(x), -1)
         if norm and of.qk_norm == "row":
             rows = _norm(spec, rows, own[f"{name}_norm"])
         cut = rows.reshape(len(x), count, -1)
@@ -340,6 +367,9 @@ def _attend(
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     given = np.einsum("hqk,khd->qhd", weights[..., : len(x)], values).reshape(len(x), -1)
+    if of.gated:
+        gates = (x @ own["attn_q"].T).reshape(len(x), of.n_heads, 2, -1)[:, :, 1].reshape(given.shape)
+        given = given / (1 + np.exp(-gates))
     found: Doubles = given @ own["attn_output"].T + own.get("attn_output.bias", 0.0)
     return found
 
@@ -402,6 +432,7 @@ class GroupRig:
         )
         self._free = list(map(int, np.random.default_rng(seed).permutation(cells)))
         self._memory = engine.memory()
+        self._memory[:] = 255
 
     def tables(self, length: int) -> list[NDArray[np.int32]]:
         blocks = -(-length // BLOCK)

@@ -42,6 +42,7 @@ from cllm.errors import ModelError  # noqa: E402
 from cllm.models.gguf import GGUFModel  # noqa: E402
 from layers_kit import FEATURES, MODELS, GroupRig, load, random_weights  # noqa: E402
 from native_kit import ARCHITECTURES, WEIGHT_TYPES, build_model, random_matrix  # noqa: E402
+from recurrence_kit import RECURRENT, StateRig  # noqa: E402
 from step_kit import Part, Rig, pack, random_tokens  # noqa: E402
 
 SHAPES: list[dict[str, Any]] = [
@@ -110,6 +111,35 @@ def layers(*, quick: bool) -> None:
                 rig = GroupRig(spec, engine, kv_type=kv_type, grouped=index % 4 > 0 or name in MODELS)
                 rig.all_logits(tokens[: 60 if quick and name in FEATURES else 310], cuts=[40, 41, 42, 260])
         print(f"layers, {name}: done", flush=True)
+
+
+def states(*, quick: bool) -> None:
+    """Layers that carry a state, alone and several at once; and what would read or write states out of bounds."""
+    for index, (name, spec) in enumerate(RECURRENT.items()):
+        weights, tokens = random_weights(spec), random_tokens(spec.n_vocab, 60)
+        for instruction_set in instruction_sets():
+            engine = load(spec, weights, instruction_set=instruction_set, threads=1 + index % 3)
+            for kv_type in KV_TYPES if not quick else KV_TYPES[index % 3 :][:1]:
+                rig = StateRig(spec, engine, kv_type=kv_type, cells=60)
+                rig.run(tokens, cuts=[1, 30, 31])
+                mine, beside = rig.begin(20), rig.begin(20)
+                rig.step((mine, tokens[:17], 1), (beside, tokens[:3], 0))
+                rig.step((beside, tokens[3:9], 2), (mine, tokens[17:18], 1))
+        print(f"states, {name}: done", flush=True)
+    rig = StateRig(RECURRENT["qwen35"], load(RECURRENT["qwen35"], random_weights(RECURRENT["qwen35"])), cells=60)
+    sequence, room = rig.begin(20), np.empty((1, rig.spec.n_vocab), np.float32)
+    rig.step((sequence, [1, 2, 3], 0))
+    cells = rig.state()
+    arrays = rig.arrays([(sequence, [4], 1)], [cells])
+    wrong = [[*cells[:-1], 60], [*cells[:-1], -1], cells[:-1], [*cells, 0], sequence.state, []]
+    attempts = [rig.arrays([(sequence, [4], 1)], [each]) for each in wrong]
+    attempts += [[arrays[0], arrays[1][:, :-1], arrays[2]], [arrays[0], arrays[1], arrays[2][:-1]]]
+    for attempt in attempts:
+        try:
+            rig.engine.step(*attempt, room)
+        except ValueError:
+            continue
+        raise AssertionError(f"a step was not refused: {attempt}")
 
 
 def reads(rig: Rig) -> None:
@@ -319,6 +349,7 @@ def main() -> None:
         lives(path)
         together([path, folder / "model.gguf"] * 2)
         layers(quick=quick)
+        states(quick=quick)
         samples()
         packings()
         damaged_files(folder, 60 if quick else 600)

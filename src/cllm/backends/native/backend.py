@@ -2,7 +2,8 @@
 
     chunks ──► tokens   5 9 2 8 4 7 …     of all chunks, one after another
                rows     4 0 1 2 0 0       a chunk each: tokens, first position, wanted logits, blocks, dropped, kept;
-                                          first block and blocks of local layers that have their own
+                                          first block and blocks of local layers that have their own; cells that
+                                          states are read from and written to
                table    7 3 9 4 0 …       all block tables, one after another
 
 The engine checks what it is given against its own geometry, so a wrong block or position is an error here, never a
@@ -49,6 +50,7 @@ log = logging.getLogger("cllm")
 _NO_WINDOW = (
     "some layers of this model have a sliding window of their own; use --backend llama_cpp and set kv.window.recent"
 )
+_NO_WINDOW_OF_STATES = "layers of this model carry a state, from which no token can be taken back"
 _POOLING = {"last": 1, "mean": 2, "cls": 3}
 _SCORE_COLUMNS = 90
 """What going over a row of logits to score it costs, as columns of the head's weights."""
@@ -76,6 +78,8 @@ class NativeBackend(Backend):
         self.traits = replace(self.traits, pooling=model.pooling, score_weight=1 + _head_share(model))
         if any(attention.window for attention in self.spec.attentions):
             self.traits = replace(self.traits, no_window=_NO_WINDOW)
+        if self.spec.recurrent:
+            self.traits = replace(self.traits, most_drafts=0, no_window=_NO_WINDOW_OF_STATES)
         self._kv_types = kv_type_k, kv_type_v
         self._large_pages = large_pages
         self._geometry: BlockGeometry | None = None
@@ -229,6 +233,7 @@ class NativeBackend(Backend):
 
     def _reserve(self, geometry: BlockGeometry) -> None:
         self._memory, layout = None, geometry.layout
+        states = None if layout is None else layout.states
         try:
             self._open().allocate(
                 cells=geometry.blocks,
@@ -238,6 +243,8 @@ class NativeBackend(Backend):
                 large_pages=self._large_pages,
                 cell_bytes=0 if layout is None else layout.cell_bytes,
                 groups=() if layout is None else [(group.layers, group.cells) for group in layout.groups],
+                state_cells=0 if states is None else states.cells,
+                states=() if states is None else list(zip(states.layers, states.places, strict=True)),
             )
         except ValueError as error:
             raise ConfigError(f"the native engine cannot keep K/V as configured: {error}") from error
@@ -332,6 +339,11 @@ def _as_arrays(chunks: Sequence[Chunk]) -> tuple[NDArray[np.int32], NDArray[np.i
         if chunk.local is not None:
             table.fromlist(chunk.local.cells)
             rows += (chunk.local.first, len(chunk.local.blocks))
+        if chunk.state is not None:
+            read, write = chunk.state.read, chunk.state.write
+            table.fromlist(read)
+            table.fromlist(write)
+            rows += (len(read), len(write))
     return (
         np.frombuffer(tokens, np.int32),
         np.array(rows, np.int32).reshape(len(chunks), -1),

@@ -13,12 +13,12 @@ from gguf import GGMLQuantizationType
 
 from cllm._native import Engine
 from cllm.errors import ConfigError, ModelError
-from cllm.models.features import FEATURES, STATES
+from cllm.models.features import FEATURES
 from cllm.models.gguf import DAMAGED_ADVICE, GGUFModel, TensorFile
 from cllm.models.gguf_decoder import decoder_spec, stored_tensors, unsupported_reason
 from cllm.models.gguf_header import TensorInfo
 from cllm.models.load_progress import ByteProgress
-from cllm.models.spec import ModelSpec
+from cllm.models.spec import DeltaNetSpec, Mamba2Spec, ModelSpec
 from cllm.models.tensors import TensorSpec
 
 _TYPES = frozenset({
@@ -29,20 +29,38 @@ _TYPES = frozenset({
     GGMLQuantizationType.IQ3_S, GGMLQuantizationType.IQ3_XXS, GGMLQuantizationType.IQ2_S, GGMLQuantizationType.IQ2_XS,
     GGMLQuantizationType.IQ2_XXS,
 })  # fmt: skip
-_FEATURES = frozenset(FEATURES) - STATES - {"gated attention", "ungated feed-forward", "layers of one part"}
 _MAX_HEAD_DIM = 512
+_STATE_VALUES = 16
 _TILE_ROWS = 16
 _PIECE_BYTES = 16 << 20  # read and packed at a time
 
 
 def unsupported(model: GGUFModel) -> str | None:
     """Why the native engine cannot run this model, as one clause; None: it can, unless the file is damaged."""
-    reason = unsupported_reason(model, _TYPES, _FEATURES)
+    reason = unsupported_reason(model, _TYPES, FEATURES)
     if reason is not None:
         return reason
     for head_dim in sorted({attention.head_dim_k for attention in model.spec.attentions}):
         if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
             return f"its head size is {head_dim}, not a multiple of 8 up to {_MAX_HEAD_DIM}"
+    return _unsupported_states(model)
+
+
+def _unsupported_states(model: GGUFModel) -> str | None:
+    try:
+        kinds = {layer.recurrence for layer in decoder_spec(model).layers}
+    except ModelError:
+        return None  # damaged, as loading it will say
+    for kind in kinds:
+        if isinstance(kind, DeltaNetSpec):
+            values, keys = kind.head_dim_v, kind.head_dim_k
+        elif isinstance(kind, Mamba2Spec):
+            values, keys = kind.head_dim, kind.state_size
+        else:
+            continue
+        if values % _STATE_VALUES or max(values, keys) > _MAX_HEAD_DIM:
+            wanted = f"a multiple of {_STATE_VALUES} and any number, up to {_MAX_HEAD_DIM}"
+            return f"the state of its heads has {values} x {keys} numbers, not {wanted}"
     return None
 
 
