@@ -338,6 +338,7 @@ class _FakeSlots:
     """Numbered sequences of tokens, each with its own positions, as llama.cpp keeps them."""
 
     no_shift: str | None = None
+    carries_state = False
 
     def __init__(self, geometry: SlotGeometry) -> None:
         self._first = geometry.first
@@ -395,6 +396,12 @@ class _FakeSlots:
         if len(moved) != len(self._cells[slot]) or any(position < 0 for position in moved):
             raise BackendError(f"shifting slot {slot} by {delta} would put two tokens at one position")
         self._cells[slot] = moved
+
+    def snapshot(self, slot: int) -> SavedKV:
+        raise BackendError("the fake backend's slots have no state")
+
+    def restore(self, slot: int, snapshot: SavedKV, length: int) -> None:
+        raise BackendError("the fake backend's slots have no state")
 
     def shortest(self, slot: int, *, moved: bool = False) -> int:
         return 0

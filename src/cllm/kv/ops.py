@@ -60,6 +60,11 @@ class SlotOps(Protocol):
     def no_shift(self) -> str | None:
         """Why positions cannot be shifted; None: they can."""
 
+    @property
+    def carries_state(self) -> bool:
+        """Whether layers carry a state from token to token: the end of a sequence cannot be removed, it can only go on
+        from where it ends, or from where a snapshot of its state was taken."""
+
     def length(self, slot: int) -> int:
         """Positions in the slot according to the backend: its highest position + 1, or 0."""
 
@@ -81,6 +86,13 @@ class SlotOps(Protocol):
 
     def load(self, slot: int, saved: SavedKV) -> None:
         """Restore what `save` returned into `slot`, which must be empty."""
+
+    def snapshot(self, slot: int) -> SavedKV:
+        """The state of the slot, without the K/V of its positions."""
+
+    def restore(self, slot: int, snapshot: SavedKV, length: int) -> None:
+        """Cut the slot back to `length` positions, where `snapshot` was taken, of it or of one that begins with the
+        same tokens."""
 
     def shift(self, slot: int, start: int, end: int | None, delta: int) -> None:
         """Add `delta` to the positions in the range (RoPE is re-rotated by the backend)."""

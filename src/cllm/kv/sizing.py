@@ -48,14 +48,15 @@ CPU_KV_TYPES = ("f16", "q8_0", "q4_0")
 """For native and llama.cpp; the others are torch's."""
 
 
-def most_bytes(tokens: int, bytes_per_token: int) -> int:
+def most_bytes(tokens: int, bytes_per_token: int, state_bytes: int = 0) -> int:
     """The most bytes a saved sequence takes."""
-    return tokens * (bytes_per_token + SAVED_TOKEN_OVERHEAD_BYTES) + SAVED_OVERHEAD_BYTES
+    return tokens * (bytes_per_token + SAVED_TOKEN_OVERHEAD_BYTES) + state_bytes + SAVED_OVERHEAD_BYTES
 
 
-def slot_tokens_within(budget_bytes: int, bytes_per_token: int, running: int) -> int:
+def slot_tokens_within(budget_bytes: int, bytes_per_token: int, running: int, state_bytes: int = 0) -> int:
     """The most tokens per slot that leave room to move a sequence."""
-    return budget_bytes // ((running + 1) * (bytes_per_token + SAVED_TOKEN_OVERHEAD_BYTES))
+    room = max(0, budget_bytes - (running + 1) * state_bytes)
+    return room // ((running + 1) * (bytes_per_token + SAVED_TOKEN_OVERHEAD_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,10 @@ def plan_slots(
     running: int,
     running_is_asked: bool,
     on_demand: bool = False,
+    state_bytes: int = 0,
 ) -> SlotPlan:
-    """Slots for `running` sequences of `context` tokens; the rest of the budget is for saved ones.
+    """Slots for `running` sequences of `context` tokens; the rest of the budget is for saved ones. `state_bytes`: of a
+    sequence, beside its K/V.
 
     `on_demand` allocates one slot at the start, if the budget has room to save a whole sequence when slots are added.
 
@@ -84,32 +87,34 @@ def plan_slots(
     """
     notes: list[str] = []
     slot_tokens = -(-context // SLOT_PADDING) * SLOT_PADDING
-    affordable = budget_bytes // (slot_tokens * bytes_per_token)
+    slot_bytes = slot_tokens * bytes_per_token + state_bytes
+    affordable = budget_bytes // slot_bytes
     if affordable < 1:
-        slot_tokens = budget_bytes // bytes_per_token // SLOT_PADDING * SLOT_PADDING
+        slot_tokens = (budget_bytes - state_bytes) // bytes_per_token // SLOT_PADDING * SLOT_PADDING
         if slot_tokens < SLOT_PADDING:
             raise ConfigError(
                 f"resources.kv_cache_max_memory_mb is {budget_bytes / MIB:.1f} MiB, but {SLOT_PADDING} tokens of this "
-                f"model need {SLOT_PADDING * bytes_per_token / MIB:.1f} MiB; raise it"
+                f"model need {(SLOT_PADDING * bytes_per_token + state_bytes) / MIB:.1f} MiB; raise it"
             )
+        slot_bytes = slot_tokens * bytes_per_token + state_bytes
         notes.append(
             f"the KV budget of {budget_bytes / MIB:.0f} MiB holds {slot_tokens} tokens: "
             f"max_context_length is {slot_tokens} instead of {context}"
         )
         affordable = 1
     if on_demand and not running_is_asked:  # better fewer than all of them at the start
-        movable_beside = (budget_bytes - most_bytes(slot_tokens, bytes_per_token)) // (slot_tokens * bytes_per_token)
+        movable_beside = (budget_bytes - most_bytes(slot_tokens, bytes_per_token, state_bytes)) // slot_bytes
         affordable = max(1, min(affordable, movable_beside))
     if affordable < running:
         if running_is_asked:
             notes.append(
                 f"{running} sequences of {slot_tokens} tokens need "
-                f"{running * slot_tokens * bytes_per_token / MIB:.0f} MiB, "
+                f"{running * slot_bytes / MIB:.0f} MiB, "
                 f"the KV budget is {budget_bytes / MIB:.0f} MiB: n_seq_max is {affordable} instead of {running}"
             )
         running = affordable
-    store_bytes = budget_bytes - running * slot_tokens * bytes_per_token
-    movable = store_bytes >= most_bytes(slot_tokens, bytes_per_token)
+    store_bytes = budget_bytes - running * slot_bytes
+    movable = store_bytes >= most_bytes(slot_tokens, bytes_per_token, state_bytes)
     geometry = SlotGeometry(running, slot_tokens, at_start=1 if on_demand and movable else None)
     return SlotPlan(geometry, running, store_bytes, tuple(notes))
 

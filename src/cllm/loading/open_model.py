@@ -194,7 +194,8 @@ def _open_llama_cpp(config: Config, model: GGUFModel, threads: int) -> Backend:
         whole_windows=config.kv.window.recent is not None,
         pooling=model.pooling,
     )
-    backend.spec = replace(backend.spec, layers=model.spec.layers)  # llama.cpp tells of the first one only
+    if not backend.spec.recurrent:
+        backend.spec = replace(backend.spec, layers=model.spec.layers)  # llama.cpp tells of the first one only
     return backend
 
 

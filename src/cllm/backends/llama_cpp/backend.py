@@ -33,7 +33,7 @@ from cllm.backends.base import (
 from cllm.backends.llama_cpp.batch import count_passes, cut
 from cllm.backends.llama_cpp.context import Context, States
 from cllm.backends.llama_cpp.library import load_library
-from cllm.backends.llama_cpp.model import load_model, read_spec
+from cllm.backends.llama_cpp.model import carries_state, load_model, read_spec, with_state_bytes
 from cllm.backends.llama_cpp.slots import LlamaSlotOps
 from cllm.backends.scoring import join_scores, pool_rows, score_rows
 from cllm.errors import BackendError, ConfigError, ModelError
@@ -86,10 +86,36 @@ class LlamaCppBackend(Backend):
         self._library.take_log()
         self._model = load_model(self._library, path, mmap, mlock)
         try:
-            self.spec = read_spec(self._library.api, self._model)
-        except ModelError:
+            self.spec = read_spec(self._library.api, self._model, path)
+            if carries_state(self._library.api, self._model):
+                self._try_states()
+        except (BackendError, ModelError):
             self.close()
             raise
+
+    def _try_states(self) -> None:
+        """Whether a state can be put back exactly depends on the model and on the version of llama.cpp; how large it is
+        for certain, only llama.cpp knows."""
+        self.traits = replace(self.traits, most_drafts=0)
+        context = self._make_context(SlotGeometry(1, 256), n_batch=1)
+        ops, token = LlamaSlotOps(context), array("i", [0])
+        try:
+            context.decode([Chunk(token, 0, False, 0)])
+            snapshot = ops.snapshot(0)
+            expected = context.decode([Chunk(token, 1, True, 0)]).copy()
+            ops.restore(0, snapshot, 1)
+            exact = np.array_equal(context.decode([Chunk(token, 1, True, 0)]), expected, equal_nan=True)
+            reason = "it goes on with other values than before"
+        except BackendError as error:
+            exact, reason = False, str(error)
+        finally:
+            context.close()
+        if not exact:
+            raise ModelError(
+                f"llama.cpp cannot put the state of {self.spec.architecture} models back ({reason}), so every prompt "
+                "would be computed from its beginning; use another model"
+            )
+        self.spec = with_state_bytes(self.spec, snapshot.nbytes)
 
     def allocate(self, geometry: Geometry) -> None:
         if not isinstance(geometry, SlotGeometry):
@@ -100,7 +126,7 @@ class LlamaCppBackend(Backend):
             self._context,
             type_k=self._kv_type_k,
             portable=geometry.at_start is not None,
-            slot_bytes=self._context.slot_tokens * self._token_bytes(),
+            slot_bytes=self._slot_bytes(self._context),
         )
         self.traits = replace(self.traits, no_window=self._ops.no_shift)
 
@@ -124,10 +150,11 @@ class LlamaCppBackend(Backend):
     @property
     def kv_bytes(self) -> int:
         context = self._live()
-        return context.slots * context.slot_tokens * self._token_bytes()
+        return context.slots * self._slot_bytes(context)
 
-    def _token_bytes(self) -> int:
-        return self.spec.kv_bytes_per_token(self._kv_type_k, self._kv_type_v)
+    def _slot_bytes(self, context: Context) -> int:
+        token_bytes = self.spec.kv_bytes_per_token(self._kv_type_k, self._kv_type_v)
+        return context.slot_tokens * token_bytes + self.spec.state_bytes
 
     @property
     def ops(self) -> LlamaSlotOps:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from cllm.backends.base import Chunk, Logits
 from cllm.backends.llama_cpp.batch import TokenBatch
 from cllm.backends.llama_cpp.library import Library
+from cllm.backends.llama_cpp.model import carries_state
 from cllm.errors import BackendError, StepAbortedError
 from cllm.kv.ops import SlotGeometry
 
@@ -37,6 +38,7 @@ class Context:
         self._model = model
         self.window: int = library.api.llama_model_n_swa(model)
         """How many positions a layer with a sliding window attends to; 0: there are none."""
+        self.carries_state = carries_state(library.api, model)
         self._params = params
         self._n_vocab = n_vocab
         self._pointer: Any = None
@@ -90,6 +92,10 @@ class Context:
         return self.pointer and self._memory
 
     def abort(self) -> None:
+        """Not where layers carry a state: half a step would leave it in doubt, that of other sequences, too, which a
+        step may move."""
+        if self.carries_state:
+            return
         self._abort_data[0] = b"x"
 
     def clear_abort(self) -> None:

@@ -37,6 +37,8 @@ CONSTANTS = {
     "LLAMA_FLASH_ATTN_TYPE_AUTO": -1,
     "LLAMA_FLASH_ATTN_TYPE_DISABLED": 0,
     "LLAMA_FLASH_ATTN_TYPE_ENABLED": 1,
+    "LLAMA_STATE_SEQ_FLAGS_NONE": 0,
+    "LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY": 1,
     "LLAMA_LOAD_MODE_NONE": 0,
     "LLAMA_LOAD_MODE_MMAP": 1,
     "LLAMA_LOAD_MODE_MLOCK": 2,
@@ -117,10 +119,9 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "llama_memory_seq_add": (None, [_MEMORY, llama_seq_id, llama_pos, llama_pos, llama_pos]),
     "llama_memory_seq_pos_max": (llama_pos, [_MEMORY, llama_seq_id]),
     "llama_memory_seq_pos_min": (llama_pos, [_MEMORY, llama_seq_id]),
-    "llama_state_seq_get_size": (c_size_t, [_CONTEXT, llama_seq_id]),
     "llama_state_seq_get_size_ext": (c_size_t, [_CONTEXT, llama_seq_id, c_uint32]),
-    "llama_state_seq_get_data": (c_size_t, [_CONTEXT, _BYTES, c_size_t, llama_seq_id]),
-    "llama_state_seq_set_data": (c_size_t, [_CONTEXT, _BYTES, c_size_t, llama_seq_id]),
+    "llama_state_seq_get_data_ext": (c_size_t, [_CONTEXT, _BYTES, c_size_t, llama_seq_id, c_uint32]),
+    "llama_state_seq_set_data_ext": (c_size_t, [_CONTEXT, _BYTES, c_size_t, llama_seq_id, c_uint32]),
     # quantised types
     "ggml_quantize_chunk": (
         c_size_t,

@@ -41,7 +41,7 @@ class LlamaCppEncoder(Backend):
         self._model = load_model(self._library, model.path, mmap, mlock)
         try:
             api = self._library.api
-            self.spec = read_spec(api, self._model)
+            self.spec = read_spec(api, self._model, model.path)
             if hasattr(api, "llama_model_n_embd_out"):  # some models project what they have at the end
                 self.spec = replace(self.spec, n_embd=api.llama_model_n_embd_out(self._model))
             self._n_batch = most = min(n_batch, self.spec.context_length)

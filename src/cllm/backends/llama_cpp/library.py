@@ -139,8 +139,8 @@ class Library:
         self.new_context = self.api.llama_init_from_model
         self.free_context = self.api.llama_free
         self.decode = self.api.llama_decode
-        self.state_get = self.api.llama_state_seq_get_data
-        self.state_set = self.api.llama_state_seq_set_data
+        self.state_get = self.api.llama_state_seq_get_data_ext
+        self.state_set = self.api.llama_state_seq_set_data_ext
 
         # Short calls.
         self._keeps_gil = ctypes.PyDLL(str(found.path))
@@ -151,8 +151,7 @@ class Library:
         self.sequence_remove = self._short("llama_memory_seq_rm")
         self.sequence_add = self._short("llama_memory_seq_add")
         self.can_shift = self._short("llama_memory_can_shift")
-        self.state_size = self._short("llama_state_seq_get_size")
-        self.state_size_ext = self._short("llama_state_seq_get_size_ext")
+        self.state_size = self._short("llama_state_seq_get_size_ext")
 
         self.max_sequences = declarations.MAX_SEQUENCES
 

@@ -10,14 +10,17 @@ import numpy as np
 
 from cllm.backends.base import Chunk
 from cllm.backends.llama_cpp.context import Context
+from cllm.backends.llama_cpp.declarations import CONSTANTS
 from cllm.backends.llama_cpp.state import PortableState, StateSize, portable_state
 from cllm.errors import BackendError, UnsupportedOperationError
 from cllm.kv.ops import SavedKV
 from cllm.machine import mib, read_memory_limits, tightest
 
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
-_WINDOWS_ONLY = 1
-"""llama.cpp's flag for the state of layers with a sliding window alone."""
+_ALL, _PARTIAL = CONSTANTS["LLAMA_STATE_SEQ_FLAGS_NONE"], CONSTANTS["LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY"]
+"""llama.cpp's flags for all that it keeps of a sequence, and for what cannot be cut back: layers with a sliding window
+and recurrent ones."""
+NO_CUT = "the state of recurrent layers cannot be cut, and llama.cpp keeps that of the last position only"
 
 
 class LlamaSlotOps:
@@ -36,12 +39,17 @@ class LlamaSlotOps:
         """Whether there are keys that llama.cpp still has to rotate."""
         self._form: PortableState | None = None
         if portable:  # the context is new, so its slots are empty
-            empty: SavedKV = np.empty(self._state_size(0), np.uint8)
-            self._read(0, empty)
-            self._form = portable_state(empty, context.slots, self._library.max_sequences)
+            most, recurrent = self._library.max_sequences, self._size(0, _PARTIAL) if self.carries_state else 0
+            self._form = portable_state(self._read(0, _ALL), context.slots, most, recurrent)
+
+    @property
+    def carries_state(self) -> bool:
+        return self._context.carries_state
 
     @property
     def no_shift(self) -> str | None:
+        if self.carries_state:
+            return NO_CUT
         if self._type_k == "q4_0":
             return (
                 "llama.cpp rotates cached keys again at every shift, which 4-bit keys do not survive; "
@@ -58,6 +66,8 @@ class LlamaSlotOps:
         return last + 1
 
     def shortest(self, slot: int, *, moved: bool = False) -> int:
+        if self.carries_state:
+            return self.length(slot)
         first: int = self._library.position_min(self._context.memory, self._checked(slot))
         window, length = self._context.window, self.length(slot)
         if moved and 0 < window < length:  # llama.cpp saves of a window what the next position attends to
@@ -68,6 +78,10 @@ class LlamaSlotOps:
         return 0 if self._form is None else self._form.shortest(saved)
 
     def remove(self, slot: int, start: int, end: int | None = None) -> None:
+        if self.carries_state and (start or end is not None):
+            if start < (length := self.length(slot)):
+                raise UnsupportedOperationError(f"cannot cut slot {slot} of {length} positions at {start}: {NO_CUT}")
+            return
         if end is None and 0 < start < self.shortest(slot):
             raise BackendError(f"slot {slot} has dropped what layers with a window attend to before position {start}")
         removed = self._library.sequence_remove(
@@ -79,10 +93,10 @@ class LlamaSlotOps:
     def copy(self, source: int, target: int) -> None:
         """Through bytes: llama.cpp's own copy moves the whole stream, used or not, and only at the next decode, when
         the source may hold something else already."""
-        size = self._state_size(source)
+        size = self._size(source, _ALL)
         if size > len(self._scratch):
             self._scratch = np.empty(2 * size, np.uint8)  # what is not used is never touched, so costs nothing
-        self._read(source, self._scratch[:size])
+        self._read_into(source, self._scratch[:size])
         self._load(target, self._scratch[:size])
 
     @property
@@ -91,22 +105,28 @@ class LlamaSlotOps:
         return f"{self._context.slots} slots" if self._form is None else self._form.form
 
     def save(self, slot: int) -> SavedKV:
-        size = self._state_size(slot)
-        if self._form is not None:
-            windows: int = self._library.state_size_ext(self._context.pointer, slot, _WINDOWS_ONLY)
-            read, shortest = partial(self._read, slot), self.shortest(slot, moved=True)
-            return self._form.save(read, StateSize(size, windows), shortest, slot, self._context.slots)
-        saved: SavedKV = np.empty(size, np.uint8)
-        self._read(slot, saved)
-        return saved
+        if self._form is None:
+            return self._read(slot, _ALL)
+        size = StateSize(self._size(slot, _ALL), self._size(slot, _PARTIAL))
+        read, shortest = partial(self._read_into, slot), self.shortest(slot, moved=True)
+        return self._form.save(read, size, shortest, slot, self._context.slots)
 
     def load(self, slot: int, saved: SavedKV) -> None:
         self._load(slot, saved if self._form is None else self._form.for_slots(saved, self._context.slots))
 
-    def _load(self, slot: int, saved: SavedKV) -> None:
+    def snapshot(self, slot: int) -> SavedKV:
+        return self._read(slot, _PARTIAL)
+
+    def restore(self, slot: int, snapshot: SavedKV, length: int) -> None:
+        self._load(slot, snapshot, _PARTIAL)
+        removed = self._library.sequence_remove(self._context.memory, slot, length, -1)
+        if not removed or self.length(slot) != length:
+            raise BackendError(f"llama.cpp cannot put slot {slot} back to position {length}")
+
+    def _load(self, slot: int, saved: SavedKV, flags: int = _ALL) -> None:
         self._library.log.clear()
         address = saved.ctypes.data_as(_BYTES)
-        taken: int = self._library.state_set(self._context.pointer, address, saved.size, self._checked(slot))
+        taken: int = self._library.state_set(self._context.pointer, address, saved.size, self._checked(slot), flags)
         if taken != saved.size:
             reason = self._library.log.reason()
             raise BackendError(f"llama.cpp cannot load {saved.size} saved bytes into slot {slot}: {reason}")
@@ -152,14 +172,20 @@ class LlamaSlotOps:
         self._shifted = False
         self._scratch = np.empty(0, np.uint8)
 
-    def _state_size(self, slot: int) -> int:
+    def _size(self, slot: int, flags: int) -> int:
         self.settle()
-        size: int = self._library.state_size(self._context.pointer, self._checked(slot))
+        size: int = self._library.state_size(self._context.pointer, self._checked(slot), flags)
         return size
 
-    def _read(self, slot: int, into: SavedKV) -> None:
+    def _read(self, slot: int, flags: int) -> SavedKV:
+        into: SavedKV = np.empty(self._size(slot, flags), np.uint8)
+        self._read_into(slot, into, flags)
+        return into
+
+    def _read_into(self, slot: int, into: SavedKV, flags: int = _ALL) -> None:
         self._library.log.clear()
-        written = self._library.state_get(self._context.pointer, into.ctypes.data_as(_BYTES), into.size, slot)
+        address = into.ctypes.data_as(_BYTES)
+        written = self._library.state_get(self._context.pointer, address, into.size, slot, flags)
         if written != into.size:
             raise BackendError(f"llama.cpp cannot save slot {slot}: {self._library.log.reason()}")
 

@@ -13,6 +13,7 @@ the beginning:
     header  streams  cells  ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒  0  0  0  0  0  0 …
 
 Of several parts we keep their cells, and where each part ends, and put them together when they are handed over.
+Recurrent layers have no streams: what llama.cpp writes of them does not depend on the slots, and comes last.
 `LlamaCppBackend.resizes_slots` tries whether a version of llama.cpp does it like this.
 """
 
@@ -36,12 +37,19 @@ class StateSize(NamedTuple):
     """The sizes of what llama.cpp writes of a sequence."""
 
     whole: int
-    windows: int
-    """The part of layers with a sliding window, with a header."""
+    partial: int
+    """The part of layers with a sliding window, or of recurrent ones, with a header."""
 
 
-def portable_state(empty: SavedKV, slots: int, most_slots: int) -> PortableState:
-    """`empty` is what llama.cpp writes of an empty sequence while there are `slots`."""
+def portable_state(empty: SavedKV, slots: int, most_slots: int, recurrent: int = 0) -> PortableState:
+    """`empty` is what llama.cpp writes of an empty sequence while there are `slots`; `recurrent`: how much of that,
+    with a header, is of recurrent layers."""
+    if recurrent == empty.size:
+        return RecurrentState()
+    if recurrent:
+        if empty[_HEADER : empty.size - recurrent + _HEADER].view(np.uint32).tolist() != [slots, *[0] * slots]:
+            raise BackendError("llama.cpp saves sequences in an unknown format")
+        return PartedState(streams_in_last=False)
     parts, odd = divmod(empty.size - _HEADER, _NUMBER * (1 + slots))
     expected = [slots, *[0] * slots] * parts
     if odd or not 1 <= parts <= MOST_PARTS or empty[_HEADER:].view(np.uint32).tolist() != expected:
@@ -89,20 +97,39 @@ class WholeState(PortableState):
         return saved[: saved.size - _NUMBER * (self._most_slots - slots)]
 
 
+class RecurrentState(PortableState):
+    """The state of recurrent layers alone: as llama.cpp writes it."""
+
+    form = "a state"
+
+    def save(self, read: Callable[[SavedKV], None], size: StateSize, shortest: int, slot: int, slots: int) -> SavedKV:
+        saved = np.empty(size.whole, np.uint8)
+        read(saved)
+        return saved
+
+    def for_slots(self, saved: SavedKV, slots: int) -> SavedKV:
+        return saved
+
+
 class PartedState(PortableState):
     """The state of a memory with two parts: header, size of the first one's cells, `shortest`, cells of both."""
 
-    form = "two parts"
     _NUMBERS = 2 * np.dtype(np.uint64).itemsize
+
+    def __init__(self, *, streams_in_last: bool = True) -> None:
+        """Otherwise the last part is that of recurrent layers."""
+        self._streams_in_last = streams_in_last
+        self.form = "two parts" if streams_in_last else "cells and a state"
 
     def save(self, read: Callable[[SavedKV], None], size: StateSize, shortest: int, slot: int, slots: int) -> SavedKV:
         state = np.empty(size.whole, np.uint8)
         read(state)
-        start, head, rest = size.whole - size.windows + _HEADER, _NUMBER * (1 + slot), _NUMBER * (slots - 1 - slot)
+        start, head, rest = size.whole - size.partial + _HEADER, _NUMBER * (1 + slot), _NUMBER * (slots - 1 - slot)
         cells = []
-        for part in (state[_HEADER:start], state[start:]):
-            _check(part, slot, slots)
-            cells.append(part[head : part.size - rest])
+        for part, streams in ((state[_HEADER:start], True), (state[start:], self._streams_in_last)):
+            if streams:
+                _check(part, slot, slots)
+            cells.append(part[head : part.size - rest] if streams else part)
         numbers = np.array([cells[0].size, shortest], np.uint64).view(np.uint8)
         return np.concatenate([state[:_HEADER], numbers, *cells])
 
@@ -110,8 +137,8 @@ class PartedState(PortableState):
         start = _HEADER + self._NUMBERS
         first = start + int(self._numbers(saved)[0])
         streams, rest = np.array([slots], np.uint32).view(np.uint8), np.zeros(_NUMBER * (slots - 1), np.uint8)
-        pieces: Sequence[SavedKV] = (saved[:_HEADER], streams, saved[start:first], rest, streams, saved[first:], rest)
-        return np.concatenate(pieces)
+        last: Sequence[SavedKV] = (streams, saved[first:], rest) if self._streams_in_last else (saved[first:],)
+        return np.concatenate((saved[:_HEADER], streams, saved[start:first], rest, *last))
 
     def shortest(self, saved: SavedKV) -> int:
         return int(self._numbers(saved)[1])

@@ -10,12 +10,27 @@ from cllm.kv.ops import SavedKV
 from cllm.kv.radix import TOKEN_BYTES, Node, RadixTree
 from cllm.kv.sequence import KVAllocation, KVSequence
 from cllm.kv.slots.events import BlockNameCounts
+from cllm.kv.slots.snapshots import Kept
 
 
 class CacheEntry(KVAllocation):
     """One computed sequence: running or held in a slot, or saved as bytes."""
 
-    __slots__ = ("hits", "length", "names", "node", "number", "offered", "owner", "pinned", "saved", "slot", "space")
+    __slots__ = (
+        "end",
+        "hits",
+        "length",
+        "names",
+        "node",
+        "number",
+        "offered",
+        "owner",
+        "pinned",
+        "saved",
+        "slot",
+        "snapshots",
+        "space",
+    )
     _numbers = count()
 
     def __init__(self, slot: int, owner: KVSequence) -> None:
@@ -35,6 +50,15 @@ class CacheEntry(KVAllocation):
         self.names: list[bytes] = []
         """The names of their whole blocks."""
         self.hits = 0
+        self.end: int | None = None
+        """Of bytes that came from disk: how many tokens they hold, of which `length` are known."""
+        self.snapshots: Kept = {}
+
+    @property
+    def goes_on_from(self) -> int:
+        """Where its state is, if that is where its known tokens end; otherwise 0."""
+        end = self.end if self.owner is None else self.owner.end
+        return self.length if end is None or end == self.length else 0
 
     def path(self) -> Iterator[Node[set[CacheEntry]]]:
         return self.node.path() if self.node is not None else iter(())
@@ -72,6 +96,19 @@ class PrefixIndex:
         An entry's whole path is in one space."""
         found = self._tree.find_for(key, space)
         return found.matched // TOKEN_BYTES, found.node.value
+
+    def matches(self, key: bytes, space: bytes) -> Iterator[tuple[int, CacheEntry]]:
+        """Every entry that shares a beginning with `key`, and how many tokens of it; the longest first."""
+        found, seen = self._tree.find_for(key, space), set[CacheEntry]()
+        matched = found.matched
+        inside, node = found.inside, found.node
+        while node.parent is not None:
+            for entry in node.value - seen:
+                yield matched // TOKEN_BYTES, entry
+            seen |= node.value
+            matched -= inside
+            node = node.parent
+            inside = len(node.key)
 
     def extend(self, entry: CacheEntry, sequence: KVSequence) -> None:
         """Index everything shareable that `sequence` has computed. O(new tokens)."""

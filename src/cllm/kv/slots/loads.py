@@ -12,11 +12,14 @@ import numpy as np
 
 from cllm.kv.block_names import chain, root_name
 from cllm.kv.disk.reader import ReadTicket
+from cllm.kv.ops import SavedKV
 from cllm.kv.radix import TOKEN_BYTES
 from cllm.kv.sequence import KVSequence
 from cllm.kv.slots.index import CacheEntry
+from cllm.kv.slots.packing import unpack
 from cllm.kv.slots.places import SlotPlaces
 from cllm.kv.slots.room import SlotRoom
+from cllm.kv.slots.snapshots import Snapshot
 from cllm.kv.tiers.loads import NO_LOAD, Load, LoadingSequence, LoadQueue
 from cllm.kv.tiers.tiers import Tiers
 
@@ -34,7 +37,7 @@ class SequenceLoads:
         if disk is None or model_store is None:
             return None
         key = sequence.prefix.tobytes()[:-TOKEN_BYTES]
-        cached = places.index.find(key, sequence.space)[0]
+        cached = places.find(key, sequence.space)[0]
         size = disk.block_tokens
         if len(key) // TOKEN_BYTES - cached < disk.least_blocks * size:
             return NO_LOAD
@@ -50,7 +53,8 @@ class SequenceLoads:
             return NO_LOAD
         holder = LoadingSequence(sequence.tokens[: found.matched], space=sequence.space)
         load = Load(sequence, holder, names=frozenset(wanted), deadline=self._clock() + wait_s)
-        self._room.make_room(found.nbytes, places.store_bytes)
+        if not self._room.make_room(found.nbytes, places.store_bytes):
+            return NO_LOAD
         try:
             load.buffers = [np.empty(found.nbytes, np.uint8)]
             load.transfer = model_store.load_sequence(found, load.buffers[0], lambda _: disk.on_arrival())
@@ -71,11 +75,22 @@ class SequenceLoads:
         disk.note_load(tokens if transfer.complete else 0, tokens)
         if not transfer.complete:
             return
+        end: int | None = None
+        kept: dict[int, SavedKV] = {}
+        if places.ops.carries_state:
+            try:
+                end, kept = unpack(saved)
+            except ValueError as error:
+                disk.fault("loading a sequence from disk", error)
+                return
         disk.worked()
         holder.num_computed = tokens
         entry = CacheEntry(0, holder)
         entry.hits, entry.offered = 1, True
         places.index.extend(entry, holder)
-        entry.owner = None
+        entry.owner, entry.end = None, end
+        for place, state in kept.items():
+            if place <= tokens:
+                places.snapshots.add(entry.snapshots, Snapshot(place, state))
         places.store.add(entry, saved)
         places.discard_covered(entry)

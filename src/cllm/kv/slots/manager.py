@@ -15,7 +15,7 @@ fewer after a quiet time. The manager owns the parts and hands each what it need
 
     places     the slots, the store, their index         room     fills slots, evicts from the store
     loads      bring sequences back from disk            offload  writes what ends or leaves to disk
-    resizer    changes the number of slots
+    resizer    changes the number of slots               states   where snapshots are taken, of layers with a state
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from cllm.errors import UnsupportedOperationError
 from cllm.kv.events import Listener
 from cllm.kv.manager import KVManager, PositionMismatchError
 from cllm.kv.operations import check_removal, check_shift, check_truncation, close_hole, open_hole
@@ -40,6 +41,8 @@ from cllm.kv.slots.places import SlotPlaces
 from cllm.kv.slots.resizing import SlotResizer
 from cllm.kv.slots.room import SlotRoom
 from cllm.kv.slots.sizes import SlotSizes, possible_sizes
+from cllm.kv.slots.snapshots import Kept
+from cllm.kv.slots.states import SlotStates
 from cllm.kv.slots.view import number_of, slots_view
 from cllm.kv.tiers.disk_tier import DiskTier
 from cllm.kv.tiers.tiers import Tiers
@@ -56,6 +59,7 @@ class SlotKVManager(KVManager):
         geometry: SlotGeometry,
         *,
         bytes_per_token: int,
+        state_bytes: int = 0,
         store_bytes: int = 0,
         block_tokens: int = 16,
         max_sequences: int | None = None,
@@ -71,6 +75,7 @@ class SlotKVManager(KVManager):
             ops,
             geometry,
             bytes_per_token=bytes_per_token,
+            state_bytes=state_bytes,
             store_bytes=store_bytes,
             block_tokens=block_tokens,
             eviction_policy=eviction_policy,
@@ -81,13 +86,15 @@ class SlotKVManager(KVManager):
         self.offload = SequenceOffload(self.places, self.tiers, clock)
         self.room = SlotRoom(self.places, self.offload, told=self._tell_eviction, clock=clock)
         self.loads = SequenceLoads(self.places, self.room, self.tiers, clock)
-        movable = store_bytes // most_bytes(geometry.slot_tokens, bytes_per_token) if geometry.at_start else 0
+        whole = most_bytes(geometry.slot_tokens, bytes_per_token, state_bytes)
+        movable = store_bytes // whole if geometry.at_start else 0
         sizes = SlotSizes(possible_sizes(geometry.slots, movable), release_after_s)
         self.resizer = SlotResizer(self.places, self.room, sizes, idle_bytes=idle_bytes, clock=clock)
         self._threshold_bytes = int(store_bytes * eviction_threshold)
         self._max_sequences = max_sequences
         self._clock = clock
         self._queried = self._hit = self._peak = self._moves = 0
+        self.states = SlotStates(self.places, self.room) if ops.carries_state else None
 
     def use_disk(self, tier: DiskTier) -> None:
         """From now on keep K/V on disk, and find them there."""
@@ -96,7 +103,7 @@ class SlotKVManager(KVManager):
     # -- admission ---------------------------------------------------------------------------------------------
 
     def peek(self, key: bytes, space: bytes = b"") -> int:
-        return self.places.index.find(key[:-TOKEN_BYTES], space)[0]
+        return self.places.find(key[:-TOKEN_BYTES], space)[0]
 
     def fetch(self, sequence: KVSequence) -> bool:
         self.tiers.know_speed(self.token_s)
@@ -110,18 +117,23 @@ class SlotKVManager(KVManager):
         places = self.places
         if len(places.running_slots()) == len(places.slots):
             self.resizer.take_more(self.demand)
-        cached, holders = places.index.find(sequence.prefix.tobytes()[:-TOKEN_BYTES], sequence.space)
-        usable = [holder for holder in holders if self._shortest(holder) <= cached] if cached else []
-        source = min(usable, key=CacheEntry.preference, default=None)
-        cached = 0 if source is None else cached
+        key = sequence.prefix.tobytes()[:-TOKEN_BYTES]
+        cached, source = places.find(key, sequence.space)
         slot = self._choose_slot(source)
         if slot is None:
             return None
+        known = places.index.find(key, sequence.space)[0] if self.states else 0
+        kept: Kept = {}
         if source is None:
             self.room.vacate(slot)
-        elif not self.room.bring(source, slot, cached, sequence.space):
-            cached = 0
-        self._occupy(slot, sequence, cached)
+        else:
+            places.snapshots.share(source.snapshots, kept, cached)
+            if not self.room.bring(source, slot, cached, sequence.space):
+                cached = 0
+                places.snapshots.clear(kept)
+        self._occupy(slot, sequence, cached, kept)
+        if self.states:
+            self.states.begin(sequence, known)
         if sequence.counts_as_query:
             self._queried += len(sequence.tokens)
             self._hit += cached
@@ -135,16 +147,9 @@ class SlotKVManager(KVManager):
         free = (slot for slot in candidates if self.places.slots[slot] is None)
         return next(free, candidates[0] if candidates else None)
 
-    def _shortest(self, source: CacheEntry) -> int:
-        """The shortest prefix of it that can be used."""
-        if source.slot is None:
-            assert source.saved is not None
-            return self.places.ops.shortest_saved(source.saved)
-        stays = source.owner is None and source.slot in self.places.adjacent_slots()
-        return self.places.ops.shortest(source.slot, moved=not stays)
-
-    def _occupy(self, slot: int, sequence: KVSequence, computed: int) -> None:
+    def _occupy(self, slot: int, sequence: KVSequence, computed: int, kept: Kept) -> None:
         entry = CacheEntry(slot, sequence)
+        entry.snapshots = kept
         self.places.slots[slot] = entry
         sequence.allocation = entry
         sequence.slot = slot
@@ -163,7 +168,11 @@ class SlotKVManager(KVManager):
         if not self.places.copied(parent.slot, slot, parent.held):
             return False
         child.dropped, child.kept = parent.dropped, parent.kept
-        self._occupy(slot, child, parent.num_computed)
+        kept: Kept = {}
+        self.places.snapshots.share(entry_of(parent).snapshots, kept, parent.num_computed)
+        self._occupy(slot, child, parent.num_computed, kept)
+        if self.states:
+            self.states.begin(child, 0)
         return True
 
     def arrange(self) -> None:
@@ -196,6 +205,12 @@ class SlotKVManager(KVManager):
         entry = entry_of(sequence)
         if sequence.intact and sequence.num_computed - entry.length > 1:
             self.places.index.extend(entry, sequence)
+        if sequence.marks and self.states:
+            self.states.keep_due(sequence)
+
+    def meet(self, running: KVSequence, waiting: KVSequence) -> None:
+        if self.states:
+            self.states.meet(running, waiting)
 
     def verify(self, sequence: KVSequence) -> None:
         held = self.places.ops.length(sequence.slot)
@@ -205,7 +220,10 @@ class SlotKVManager(KVManager):
             )
 
     def rewind(self, sequence: KVSequence) -> None:
-        self.places.ops.remove(sequence.slot, sequence.end)
+        if self.states:
+            self.states.go_back(sequence, sequence.num_computed)
+        else:
+            self.places.ops.remove(sequence.slot, sequence.end)
 
     def release(self, sequence: KVSequence, *, keep: bool = True) -> None:
         places, entry = self.places, entry_of(sequence)
@@ -241,6 +259,8 @@ class SlotKVManager(KVManager):
 
     def remove_range(self, sequence: KVSequence, start: int, end: int) -> bool:
         check_removal(sequence, start, end)
+        if self.states:
+            raise UnsupportedOperationError(f"cannot remove positions [{start}, {end}): {self.places.ops.no_shift}")
         self.places.ops.remove(sequence.slot, start, end)
         open_hole(sequence, start, end)
         if (entry := entry_of(sequence)).length > start:
@@ -255,6 +275,8 @@ class SlotKVManager(KVManager):
 
     def truncate(self, sequence: KVSequence, length: int) -> int:
         check_truncation(sequence, length)
+        if self.states:
+            return self.states.go_back(sequence, length)
         self.places.ops.remove(sequence.slot, length - sequence.dropped)
         sequence.num_computed = length
         if (entry := entry_of(sequence)).length > length:
@@ -338,7 +360,7 @@ class SlotKVManager(KVManager):
             extents_ready=slots - used,
             extents_fresh=geometry.slots - slots,
             extent_bytes=places.slot_bytes,
-            resident_bytes=slots * places.slot_bytes + places.store.bytes + places.pinned_bytes,
+            resident_bytes=slots * places.slot_bytes + places.evictable_bytes + places.pinned_bytes,
             released_bytes=resizer.released_bytes,
             upkeep_failures=resizer.failed,
             slots=slots,
@@ -368,6 +390,7 @@ class SlotKVManager(KVManager):
                 "coming_bytes": places.coming_bytes,
                 "capacity_bytes": places.store_bytes,
             },
+            **({} if self.states is None else {"states": self.states.details()}),
             "disk": self.tiers.disk_details(self.loading),
             "pins": places.pins.details(places.pinned_bytes, number_of),
         }

@@ -15,6 +15,7 @@ from cllm.kv.block_names import chain, root_name
 from cllm.kv.disk.store import ModelStore
 from cllm.kv.ops import SavedKV
 from cllm.kv.radix import TOKEN_BYTES
+from cllm.kv.slots import packing
 from cllm.kv.slots.index import CacheEntry
 from cllm.kv.slots.places import SlotPlaces
 from cllm.kv.throughput import RecentThroughput
@@ -118,7 +119,7 @@ class SequenceOffload:
         if disk is None or model_store is None or not disk.pays:
             return None
         for entry in [*places.held_in_slots(), *places.store]:
-            size = places.saved_bytes(entry)
+            size = places.saved_bytes(entry) + packing.MOST * places.state_bytes
             if entry.offered or not self._worth(disk, entry) or self._speed_of(entry).seconds(size) > most_s:
                 continue
             if model_store.room() < size:
@@ -147,7 +148,7 @@ class SequenceOffload:
             found = model_store.find_sequence(names, tokens)
             if found is not None and found.matched * TOKEN_BYTES == len(tokens):
                 return
-            if payload is None:
+            if payload is None or self._places.ops.carries_state:
                 payload = self._copy_of(entry)
             if payload is not None and model_store.put_sequence(names, tokens, payload):
                 disk.worked()
@@ -156,8 +157,13 @@ class SequenceOffload:
 
     def _copy_of(self, entry: CacheEntry) -> SavedKV | None:
         """Bytes that nobody changes any more: loading a stored sequence modifies its bytes."""
-        speed, started = self._speed_of(entry), self._clock()
-        payload = self._places.read(entry) if entry.saved is None else entry.saved.copy()
+        speed, started, places = self._speed_of(entry), self._clock(), self._places
+        payload = places.read(entry) if entry.saved is None else entry.saved
         if payload is not None:
+            if places.ops.carries_state:
+                states = {place: each.saved for place, each in entry.snapshots.items() if each in places.snapshots}
+                payload = packing.pack(payload, entry.end or entry.length, states)
+            elif entry.saved is not None:
+                payload = payload.copy()
             speed.add(payload.nbytes, self._clock() - started)
         return payload

@@ -24,14 +24,17 @@ def pin_sequence(places: SlotPlaces, room: SlotRoom, sequence: KVSequence, mark:
     of = PinnedPrefix(sequence.tokens[:tokens], sequence.space)
     if pins.renew(of.id, mark):
         return
-    needed = most_bytes(sequence.num_computed, places.bytes_per_token)
+    source, kept = entry_of(sequence), places.snapshots
+    if places.ops.carries_state and sequence.num_computed > tokens and not kept.has(source.snapshots, tokens):
+        pins.refuse(mark, "the state behind its last token is not kept; try again when there is more memory for it")
+        return
+    needed = most_bytes(sequence.num_computed, places.bytes_per_token, places.state_bytes)
     if not pins.fits(mark, sequence.space, lambda: places.pinned_bytes, lambda: needed):
         return
-    room.make_room(needed, places.store_bytes)
-    if places.store.bytes + needed + places.reserved_bytes > places.store_bytes:
+    if not room.make_room(needed, places.store_bytes):
         pins.refuse(mark, f"it needs {needed} bytes of the store, which are reserved for a load under way")
         return
-    saved = places.read(entry_of(sequence))
+    saved = places.read(source)
     if saved is None:
         pins.refuse(mark, "the backend cannot save it")
         return
@@ -40,4 +43,6 @@ def pin_sequence(places: SlotPlaces, room: SlotRoom, sequence: KVSequence, mark:
     entry.owner = entry.slot = None
     entry.saved, entry.pinned = saved, True
     places.pinned_bytes += saved.nbytes
+    kept.share(source.snapshots, entry.snapshots, sequence.num_computed)
+    kept.pin(entry.snapshots)
     pins.add(of, entry, mark, saved.nbytes)

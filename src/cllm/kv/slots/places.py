@@ -17,6 +17,7 @@ from cllm.kv.pins import Pins
 from cllm.kv.sizing import most_bytes
 from cllm.kv.slots.events import BlockNameCounts
 from cllm.kv.slots.index import CacheEntry, PrefixIndex
+from cllm.kv.slots.snapshots import LEAST_APART, Kept, Snapshots
 from cllm.kv.slots.store import SequenceStore
 
 log = logging.getLogger("cllm.kv")
@@ -29,6 +30,7 @@ class SlotPlaces:
         geometry: SlotGeometry,
         *,
         bytes_per_token: int,
+        state_bytes: int,
         store_bytes: int,
         block_tokens: int,
         eviction_policy: str,
@@ -38,7 +40,8 @@ class SlotPlaces:
         self.geometry = geometry
         self.ops = ops
         self.bytes_per_token = bytes_per_token
-        self.slot_bytes = geometry.slot_tokens * bytes_per_token
+        self.state_bytes = state_bytes
+        self.slot_bytes = geometry.slot_tokens * bytes_per_token + state_bytes
         self.store_bytes = store_bytes
         self.block_tokens = block_tokens
         self.moved_bytes = 0
@@ -53,6 +56,7 @@ class SlotPlaces:
     def _start_empty(self) -> None:
         self.index = PrefixIndex(BlockNameCounts(self.events, self.block_tokens))
         self.store = SequenceStore(self.store_bytes, self._policy_name)
+        self.snapshots = Snapshots(self.store_bytes, self.state_bytes)
         self.pins.forget()
         self.pinned_bytes = 0
 
@@ -60,6 +64,11 @@ class SlotPlaces:
     def reserved_bytes(self) -> int:
         """The part of the store's memory reserved for loads and pins."""
         return self.coming_bytes + self.pinned_bytes
+
+    @property
+    def evictable_bytes(self) -> int:
+        """The part of it that may go for something newer."""
+        return self.store.bytes + self.snapshots.bytes
 
     def running_slots(self) -> list[int]:
         return [number for number, entry in enumerate(self.slots) if entry is not None and entry.owner is not None]
@@ -77,6 +86,44 @@ class SlotPlaces:
             return gaps
         return [slot for slot in (high + 1, low - 1) if 0 <= slot < len(self.slots)]
 
+    # -- what is cached ------------------------------------------------------------------------------------------
+
+    def find(self, key: bytes, space: bytes) -> tuple[int, CacheEntry | None]:
+        """From how many tokens of `key` a sequence can go on, and which entry has them."""
+        if self.ops.carries_state:
+            return self._find_state(key, space)
+        cached, holders = self.index.find(key, space)
+        usable = [holder for holder in holders if self._shortest(holder) <= cached] if cached else []
+        source = min(usable, key=CacheEntry.preference, default=None)
+        return (0, None) if source is None else (cached, source)
+
+    def _find_state(self, key: bytes, space: bytes) -> tuple[int, CacheEntry | None]:
+        best: tuple[int, CacheEntry | None] = (0, None)
+        for matched, entry in self.index.matches(key, space):
+            if matched < best[0]:
+                break
+            tokens = self.resumable(entry, matched)
+            if tokens > best[0] or (
+                tokens and tokens == best[0] and best[1] and entry.preference() < best[1].preference()
+            ):
+                best = tokens, entry
+        return best
+
+    def resumable(self, entry: CacheEntry, most_tokens: int) -> int:
+        """From where, behind at most so many of its tokens, a sequence can go on that carries a state."""
+        if 0 < entry.goes_on_from <= most_tokens:
+            return entry.goes_on_from
+        snapshot = self.snapshots.deepest(entry.snapshots, most_tokens)
+        return 0 if snapshot is None else snapshot.tokens
+
+    def _shortest(self, source: CacheEntry) -> int:
+        """The shortest prefix of it that can be used."""
+        if source.slot is None:
+            assert source.saved is not None
+            return self.ops.shortest_saved(source.saved)
+        stays = source.owner is None and source.slot in self.adjacent_slots()
+        return self.ops.shortest(source.slot, moved=not stays)
+
     def reset(self) -> None:
         """Saved sequences are in our own memory and survive, if the bookkeeping is sound; slots' contents are gone."""
         gone = [entry for entry in self.slots if entry is not None]
@@ -87,7 +134,7 @@ class SlotPlaces:
         try:
             for entry in gone:
                 if entry.saved is None:
-                    self.index.remove(entry)
+                    self.forget(entry)
             deque(self._examine_store(), maxlen=0)
         except Exception:
             log.exception("the list of saved sequences is inconsistent; dropping them")
@@ -109,10 +156,12 @@ class SlotPlaces:
         """Check the index against the store and the slots."""
         saved: list[CacheEntry] = []
         pinned: list[CacheEntry] = []
+        snapshots: list[Kept] = []
         for entry, tokens in self.index.examine():
             yield tokens
             if entry is None:
                 continue
+            snapshots.append(entry.snapshots)
             if entry.pinned:
                 pinned.append(entry)
             elif entry.saved is not None:
@@ -120,21 +169,28 @@ class SlotPlaces:
             elif entry.slot is None or self.slots[entry.slot] is not entry:
                 raise AssertionError("the index names a sequence that is nowhere")
         self.store.check(saved)
+        snapshots += [entry.snapshots for entry in self.slots if entry is not None and entry.node is None]
+        self.snapshots.check(snapshots)
         if {id(entry) for entry in pinned} != {id(pin.holder) for pin in self.pins.by_id.values()}:
             raise AssertionError("what is pinned is not what pins hold")
         if sum(0 if entry.saved is None else entry.saved.nbytes for entry in pinned) != self.pinned_bytes:
             raise AssertionError("the bytes of pins are counted wrong")
-        if self.store.bytes + self.reserved_bytes > self.store_bytes:
+        if self.evictable_bytes + self.reserved_bytes > self.store_bytes:
             raise AssertionError("the store and what is pinned beside it are more than the store may be")
 
     # -- the backend ---------------------------------------------------------------------------------------------
 
-    def trim(self, slot: int, tokens: int) -> None:
+    def trim(self, slot: int, tokens: int, state: SavedKV | None = None) -> None:
+        """Cut a slot back to its first `tokens`. `state`: the snapshot taken there, if it carries one."""
         held = self.ops.length(slot)
         if held < tokens:
             raise BackendError(f"slot {slot} holds {held} positions, not {tokens}")
-        if held > tokens:
+        if held == tokens:
+            return
+        if state is None:
             self.ops.remove(slot, tokens)
+        else:
+            self.ops.restore(slot, state, tokens)
 
     def empty(self, slot: int) -> None:
         try:
@@ -174,9 +230,14 @@ class SlotPlaces:
         return entry.length if entry.owner is None else entry.owner.end
 
     def saved_bytes(self, entry: CacheEntry) -> int:
-        return most_bytes(self.tokens_in(entry), self.bytes_per_token)
+        return most_bytes(self.tokens_in(entry), self.bytes_per_token, self.state_bytes)
 
     # -- entries -------------------------------------------------------------------------------------------------
+
+    def forget(self, entry: CacheEntry) -> None:
+        """Nothing of it can be found any more."""
+        self.index.remove(entry)
+        self.snapshots.clear(entry.snapshots)
 
     def discard(self, entry: CacheEntry) -> None:
         """Drop an entry, wherever it is."""
@@ -189,19 +250,23 @@ class SlotPlaces:
             return
         if entry.saved is not None:
             self.store.remove(entry)
-        self.index.remove(entry)
+        self.forget(entry)
 
     def discard_covered(self, entry: CacheEntry, shortest: int = 0) -> None:
         """Drop ended sequences of at least `shortest` tokens that are a prefix of this one, or equal to it."""
         for other in {other for node in entry.path() for other in node.value if other.node is node} - {entry}:
             if other.owner is None and not other.pinned and other.length >= shortest:
-                self.discard(other)
+                self.snapshots.share(other.snapshots, entry.snapshots, entry.length)
+                if not self.ops.carries_state or self.resumable(entry, other.length) + LEAST_APART > other.length:
+                    self.discard(other)
+        self.snapshots.thin(entry.snapshots, ())
 
     def _drop_pin(self, entry: CacheEntry) -> None:
         assert entry.saved is not None
         self.pinned_bytes -= entry.saved.nbytes
         entry.saved, entry.pinned = None, False
-        self.index.remove(entry)
+        self.snapshots.unpin(entry.snapshots)
+        self.forget(entry)
 
 
 def _held_by(entries: Sequence[CacheEntry]) -> int:

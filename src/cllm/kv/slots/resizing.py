@@ -69,7 +69,7 @@ class SlotResizer:
             return
         self._sizes.idle_done()
         # Saved sequences come first: they take no more memory than they need.
-        affordable = (self._idle_bytes - places.store.bytes - places.pinned_bytes) // places.slot_bytes
+        affordable = (self._idle_bytes - places.evictable_bytes - places.pinned_bytes) // places.slot_bytes
         needed = self._sizes.at_least(len(places.held_in_slots()))
         slots = self._sizes.at_most(min(affordable, needed, len(places.slots)))
         if slots < len(places.slots):
@@ -131,7 +131,8 @@ class SlotResizer:
                 leaving.append(entry.slot)
         for slot in reversed(leaving):  # the oldest first, and so they are evicted
             self._room.vacate(slot)
-        self._room.make_room(needed, limit + places.reserved_bytes)
+        if not self._room.make_room(needed, limit + places.reserved_bytes):
+            return None
         carried: list[tuple[CacheEntry, SavedKV]] = []
         for entry in staying:
             saved = places.read(entry) if places.tokens_in(entry) else _NOTHING
@@ -173,7 +174,7 @@ class SlotResizer:
             raise_if_fatal(error)
             log.warning("cannot load %d tokens into slot %d: %s; recomputing them", tokens, slot, error)
             places.empty(slot)
-            places.index.remove(entry)
+            places.forget(entry)
             if entry.owner is not None:
                 places.slots[slot] = entry
                 entry.length = 0

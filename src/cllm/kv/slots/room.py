@@ -38,19 +38,24 @@ class SlotRoom:
         and the slot is empty."""
         places, saved = self._places, source.saved
         source.hits += 1
+        snapshot = places.snapshots.deepest(source.snapshots, cached) if cached != source.goes_on_from else None
+        state = None  # held by us: making room may cost the snapshot its bytes
+        if snapshot is not None:
+            state = snapshot.saved
+            places.snapshots.use(snapshot)
         try:
             if source.slot == slot:
                 # A sequence of another space does not replace the source, which others still look for.
                 needed = source.length - cached >= SAVE_TAIL_TOKENS or source.space != space
                 if not (needed and self._save(source)):
-                    places.index.remove(source)
+                    places.forget(source)
                 places.slots[slot] = None
             elif source.slot is not None:
                 self.vacate(slot)
                 places.copy(source.slot, slot, source.length)
             else:
                 self._load(source, slot)
-            places.trim(slot, cached)
+            places.trim(slot, cached, state)
         except (BackendError, MemoryError) as error:
             raise_if_fatal(error)
             log.warning("cannot load %d cached tokens into slot %d: %s; recomputing them", cached, slot, error)
@@ -78,7 +83,7 @@ class SlotRoom:
         entry = self._places.slots[slot]
         if entry is not None:
             if not self._save(entry):
-                self._places.index.remove(entry)
+                self._places.forget(entry)
             self._places.empty(slot)
 
     # -- store -------------------------------------------------------------------------------------------------
@@ -86,26 +91,29 @@ class SlotRoom:
     def _save(self, entry: CacheEntry) -> bool:
         """Save a held sequence to the store; the caller empties its slot. False: there is no room."""
         places, needed = self._places, self._places.saved_bytes(entry)
-        if needed + places.reserved_bytes > places.store_bytes:
+        if needed + places.reserved_bytes > places.store_bytes or not self.make_room(needed, places.store_bytes):
             return False
-        self.make_room(needed, places.store_bytes)
         saved = places.read(entry)
         if saved is None:
             return False
         places.store.add(entry, saved)
         return True
 
-    def make_room(self, needed: int, limit: int) -> None:
-        """Evict saved sequences until `needed` more bytes keep the store within `limit`."""
-        store = self._places.store
-        needed += self._places.reserved_bytes
-        if store.bytes + needed <= limit:
-            return
+    def make_room(self, needed: int, limit: int) -> bool:
+        """Evict saved sequences, and then snapshots of others, until `needed` more bytes keep the store within `limit`.
+        False: that was not enough."""
+        places, store = self._places, self._places.store
+        limit -= needed + places.reserved_bytes
+        if places.evictable_bytes <= limit:
+            return True
         started = self._clock()
         before = store.tokens
-        while store.bytes + needed > limit and len(store):
+        while places.evictable_bytes > limit and len(store):
             self.evict(store.next_to_go())
+        while places.evictable_bytes > limit and places.snapshots.give_up_oldest():
+            pass
         self._told(before - store.tokens, self._clock() - started)
+        return places.evictable_bytes <= limit
 
     def evict(self, entry: CacheEntry) -> None:
         self._offload.before_eviction(entry, in_use=entry.saved is self._in_hand)
