@@ -60,7 +60,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "granitehybrid": _WIDE | _THIRD,
     "nemotron_h": _WIDE | {"attention.head_count_kv": [0, 1, 0, 0], "feed_forward_length": [0, 0, 0, 96]},
     "falcon-h1": _WIDE,
-    "jamba": _WIDE | _THIRD | {"ssm.time_step_rank": 8, "attention.head_count": [2, 2, 2, 2]},
+    "jamba": _WIDE | _THIRD | {"ssm.group_count": 0, "ssm.time_step_rank": 8, "attention.head_count": [2, 2, 2, 2]},
     "mamba": _WITHOUT | _WIDE | {"ssm.time_step_rank": 8, "ssm.group_count": 0},
     "mamba2": _WITHOUT | _WIDE,
     "rwkv6": _WITHOUT | _RWKV,

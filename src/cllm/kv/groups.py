@@ -106,7 +106,8 @@ def plan_groups(
     full, local = ([layer for layer in layers if bool(layer.window) is windowed] for windowed in (False, True))
     if not (apart and full and local):
         full, local = list(layers), []
-    cell = max((_bytes(full), *(layer.block_bytes for layer in local)))
+    # Without any attention positions take no memory, but they are counted all the same.
+    cell = max((block_size, _bytes(full), *(layer.block_bytes for layer in local)))
     if states:
         cell = _aligned(max(cell, *(size for state in states for size in state.parts)))
     groups: tuple[KVGroup, ...] = (_group(full, cells=1),)

@@ -29,6 +29,7 @@ def check_loadable(config: Config) -> None:
             context=found.context,
             running=1,
             running_is_asked=False,
+            state_bytes=found.local_bytes,
         )
     else:
         plan_blocks(budget_bytes=budget, bytes_per_token=token_bytes, block_size=config.resources.block_size)

@@ -26,7 +26,7 @@ from cllm.kv.disk.store import DiskStore
 from cllm.kv.manager import KVManager
 from cllm.kv.ops import BlockBytes
 from cllm.kv.paged.manager import PagedKVManager
-from cllm.kv.sizing import MIB, most_bytes
+from cllm.kv.sizing import MIB
 from cllm.kv.slots.manager import SlotKVManager
 from cllm.kv.tiers.disk_tier import DiskTier
 from cllm.models.gguf import GGUFModel
@@ -199,7 +199,7 @@ def attach_disk_cache(
         bits = {key: value for key, value in {**about, **own}.items() if key != "model"}
         block_bytes = ops.block_bytes if isinstance(ops, BlockBytes) else config.resources.block_size * token_bytes
         # Slots write whole sequences, so the queue must hold the longest.
-        longest = 0 if paged else most_bytes(kv.max_tokens, token_bytes)
+        longest = kv.longest_bytes if isinstance(kv, SlotKVManager) else 0
         disk = _begin(config, kv, block_bytes, QUEUE_BYTES + longest, stores)
         disk.open(files, bits, about)
         return disk

@@ -86,8 +86,10 @@ def estimate(config: Config) -> Estimate:
     is_elastic = kind == "native" or (kind == "fake" and config.backend.fake.layout == "paged")
     device = device_of(config) if kind == "torch" else "cpu"
     context = context_of(config, spec)
-    layout = kv_layout(config, spec, frees_windows=kind != "llama_cpp" and device == "cpu")
-    groups = group_costs(layout, local_shape(config, layout, BackendTraits.preferred_step_tokens), context)
+    in_slots = kind == "llama_cpp"
+    layout = kv_layout(config, spec, frees_windows=not in_slots and device == "cpu", in_slots=in_slots)
+    shape = local_shape(config, layout, BackendTraits.preferred_step_tokens)
+    groups = group_costs(layout, shape, context, spec.state_bytes if in_slots else 0)
     return Estimate(
         *(name, kind, weights, layout.token_bytes, context, is_elastic, device, files, weight_type, sampling, groups)
     )

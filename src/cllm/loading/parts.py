@@ -108,13 +108,14 @@ def _build(
     workers: Workers,
 ) -> ModelParts:
     spec, step_tokens = backend.spec, backend.traits.preferred_step_tokens
-    layout = kv_layout(config, spec, frees_windows=backend.traits.frees_windows)
+    in_slots = backend.traits.layout == "slots"
+    layout = kv_layout(config, spec, frees_windows=backend.traits.frees_windows, in_slots=in_slots)
     token_bytes = layout.token_bytes
     context = min(context_of(config, spec, backend.traits.context_cap), share.context or spec.context_length)
     if budget is None:
         local = local_bytes(local_shape(config, layout, step_tokens), layout, context)
         budget = _fake_bytes(config, context * token_bytes + local)
-    if backend.traits.layout == "slots":
+    if in_slots:
         memory = _slot_memory(config, backend, budget, token_bytes, context)
     else:
         memory = _block_memory(config, backend, budget, layout, context, share)
@@ -127,7 +128,9 @@ def _build(
         max_context=memory.context.tokens,
         context_advice=memory.context.advice,
         bytes_per_token=token_bytes,
-        groups=group_costs(layout, local_shape(config, layout, step_tokens), context),
+        groups=group_costs(
+            layout, local_shape(config, layout, step_tokens), context, spec.state_bytes if in_slots else 0
+        ),
         unit_tokens=memory.kv.unit_tokens,
     )
     text = TextModel(config, opened, facts, share.tokenizers, workers)
@@ -202,8 +205,10 @@ def _slot_memory(config: Config, backend: Backend, budget: int, token_bytes: int
     asked = config.scheduler.max_running
     is_asked = asked is not None or "n_seq_max" in llama.model_fields_set
     on_demand = llama.slots_on_demand and backend.resizes_slots
+    state = backend.spec.state_bytes
     if config.resources.max_context_length is None:
-        context = context_within(context, slot_tokens_within(budget, token_bytes, asked or llama.n_seq_max))
+        running = asked or llama.n_seq_max
+        context = context_within(context, slot_tokens_within(budget, token_bytes, running, state))
     plan = plan_slots(
         budget_bytes=budget,
         bytes_per_token=token_bytes,
@@ -211,6 +216,7 @@ def _slot_memory(config: Config, backend: Backend, budget: int, token_bytes: int
         running=asked or llama.n_seq_max,
         running_is_asked=is_asked,
         on_demand=on_demand,
+        state_bytes=state,
     )
     for note in plan.notes:
         log.warning("%s", note)
@@ -227,6 +233,7 @@ def _slot_memory(config: Config, backend: Backend, budget: int, token_bytes: int
         ops,
         plan.geometry,
         bytes_per_token=token_bytes,
+        state_bytes=state,
         store_bytes=plan.store_bytes,
         block_tokens=config.resources.block_size,
         max_sequences=config.resources.kv_cache_max_size,
@@ -234,8 +241,14 @@ def _slot_memory(config: Config, backend: Backend, budget: int, token_bytes: int
         eviction_policy=config.scheduler.eviction_policy,
         pin_limit=config.kv.pin_limit,
         release_after_s=config.kv.release_after_s,
-        idle_bytes=_idle_bytes(config, budget, plan.geometry.slot_tokens * token_bytes),
+        idle_bytes=_idle_bytes(config, budget, plan.geometry.slot_tokens * token_bytes + state),
     )
+    if kv.states is not None:
+        log.info(
+            "layers that carry a state take %s for each sequence; a cached prompt keeps up to %d states, at places "
+            "where others can go on",
+            *(mib(state), kv.places.snapshots.most),
+        )
     return _Memory(kv, plan.running, _limit(config, backend, min(context, plan.geometry.slot_tokens), "slots"))
 
 

@@ -53,11 +53,12 @@ def kv_bytes_per_token(settings: ResourcesConfig, spec: ModelSpec) -> int:
     return spec.kv_bytes_per_token(settings.kv_type_k, settings.kv_type_v)
 
 
-def kv_layout(config: Config, spec: ModelSpec, *, frees_windows: bool) -> KVLayout:
-    """How K and V are laid out. `frees_windows`: whether the backend can keep those of layers with a window apart."""
+def kv_layout(config: Config, spec: ModelSpec, *, frees_windows: bool, in_slots: bool = False) -> KVLayout:
+    """How K and V are laid out. `frees_windows`: whether the backend can keep those of layers with a window apart;
+    `in_slots`: whether it keeps states with a sequence's slot."""
     settings = config.resources
-    apart = frees_windows and config.kv.free_behind_windows
-    return spec.kv_layout(settings.kv_type_k, settings.kv_type_v, settings.block_size, apart=apart)
+    types, apart = (settings.kv_type_k, settings.kv_type_v), frees_windows and config.kv.free_behind_windows
+    return spec.kv_layout(*types, settings.block_size, apart=apart, with_states=not in_slots)
 
 
 def local_shape(config: Config, layout: KVLayout, step_tokens: int) -> LocalShape | None:
@@ -83,8 +84,8 @@ def state_bytes(shape: LocalShape, layout: KVLayout) -> int:
     return MOST_STATES * shape.state * layout.cell_bytes
 
 
-def group_costs(layout: KVLayout, shape: LocalShape | None, context: int) -> tuple[GroupCost, ...]:
-    """What each group takes."""
+def group_costs(layout: KVLayout, shape: LocalShape | None, context: int, in_slot: int = 0) -> tuple[GroupCost, ...]:
+    """What each group takes. `in_slot`: bytes of a slot's state."""
     full, local, states = layout.groups[0], layout.local, layout.states
     costs = [GroupCost("full", len(full.layers), full.window, layout.token_bytes, None)]
     if shape is not None and local is not None:
@@ -92,6 +93,8 @@ def group_costs(layout: KVLayout, shape: LocalShape | None, context: int) -> tup
         costs.append(GroupCost("window", len(local.layers), local.window, layout.local_bytes, most))
     if shape is not None and states is not None:
         costs.append(GroupCost("state", len(states.layers), 0, 0, state_bytes(shape, layout)))
+    if in_slot:
+        costs.append(GroupCost("state", 0, 0, 0, in_slot))
     return tuple(costs)
 
 

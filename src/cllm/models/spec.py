@@ -293,10 +293,13 @@ class ModelSpec:
         """What the state of a sequence takes, however long it is."""
         return sum(sum(layer.parts) for layer in self._states())
 
-    def kv_layout(self, type_k: str, type_v: str, block_size: int, *, apart: bool) -> KVLayout:
-        """`apart`: layers with a window have their own memory, which is free behind it."""
+    def kv_layout(
+        self, type_k: str, type_v: str, block_size: int, *, apart: bool, with_states: bool = True
+    ) -> KVLayout:
+        """`apart`: layers with a window have their own memory, which is free behind it. Without states: they lie
+        elsewhere."""
         layers = self._kv_layers(type_k, type_v, block_size)
-        return plan_groups(layers, block_size, apart=apart, states=self._states())
+        return plan_groups(layers, block_size, apart=apart, states=self._states() if with_states else ())
 
     def _kv_layers(self, type_k: str, type_v: str, block_size: int) -> list[LayerKV]:
         return [

@@ -33,6 +33,7 @@ from cllm.kv.pins import LostPin, PinMark
 from cllm.kv.radix import TOKEN_BYTES
 from cllm.kv.sequence import KVSequence
 from cllm.kv.sizing import most_bytes
+from cllm.kv.slots import packing
 from cllm.kv.slots.index import CacheEntry, describe, entry_of
 from cllm.kv.slots.loads import SequenceLoads
 from cllm.kv.slots.offload import SequenceOffload
@@ -95,6 +96,13 @@ class SlotKVManager(KVManager):
         self._clock = clock
         self._queried = self._hit = self._peak = self._moves = 0
         self.states = SlotStates(self.places, self.room) if ops.carries_state else None
+
+    @property
+    def longest_bytes(self) -> int:
+        """What a sequence of full length takes on disk at most."""
+        places = self.places
+        snapshots = packing.MOST * places.state_bytes
+        return most_bytes(self.max_tokens, places.bytes_per_token, places.state_bytes) + snapshots
 
     def use_disk(self, tier: DiskTier) -> None:
         """From now on keep K/V on disk, and find them there."""

@@ -17,7 +17,7 @@ from cllm.kv.pins import Pins
 from cllm.kv.sizing import most_bytes
 from cllm.kv.slots.events import BlockNameCounts
 from cllm.kv.slots.index import CacheEntry, PrefixIndex
-from cllm.kv.slots.snapshots import LEAST_APART, Kept, Snapshots
+from cllm.kv.slots.snapshots import Kept, Snapshots
 from cllm.kv.slots.store import SequenceStore
 
 log = logging.getLogger("cllm.kv")
@@ -257,7 +257,10 @@ class SlotPlaces:
         for other in {other for node in entry.path() for other in node.value if other.node is node} - {entry}:
             if other.owner is None and not other.pinned and other.length >= shortest:
                 self.snapshots.share(other.snapshots, entry.snapshots, entry.length)
-                if not self.ops.carries_state or self.resumable(entry, other.length) + LEAST_APART > other.length:
+                if (
+                    not self.ops.carries_state
+                    or self.resumable(entry, other.length) + self.snapshots.apart > other.length
+                ):
                     self.discard(other)
         self.snapshots.thin(entry.snapshots, ())
 

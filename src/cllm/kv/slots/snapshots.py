@@ -53,6 +53,7 @@ class Snapshots:
         fitting = int(store_bytes * PATH_SHARE) // max(1, state_bytes)
         self.most = min(MOST, max(fitting, int(2 * state_bytes <= store_bytes)))
         """Of a sequence."""
+        self.apart = LEAST_APART
         self._order: OrderedDict[Snapshot, None] = OrderedDict()
         self._pinned: set[Snapshot] = set()
 
@@ -106,6 +107,22 @@ class Snapshots:
     def unpin(self, kept: Kept) -> None:
         self._pinned.difference_update(kept.values())
 
+    def choose(self, candidates: Collection[int], needed: Collection[int], known: int, tokens: int) -> list[int]:
+        """Behind how many of a prompt's `tokens` to take snapshots, the next one last; `known` of them are cached. All
+        that are `needed`, the first of the `candidates`, which ends what many prompts begin with, and others at
+        distances that grow from the end."""
+        chosen = {place for place in needed if known < place <= tokens}
+        inner = sorted({place for place in candidates if known + self.apart <= place <= tokens})
+        chosen.update(inner[:1])
+        last = tokens
+        for place in reversed(inner):
+            if len(chosen) >= self.most:
+                break
+            if place == inner[-1] or last - place >= max(self.apart, (tokens - last) // 2):
+                chosen.add(place)
+                last = place
+        return sorted(chosen, reverse=True)
+
     def thin(self, kept: Kept, protected: Collection[int]) -> None:
         """Of too many, give up those whose neighbours are closest, measured by how far from the end they are."""
         for tokens in [tokens for tokens in kept if not self.has(kept, tokens)]:
@@ -143,23 +160,3 @@ class Snapshots:
             raise AssertionError("the users of a snapshot are counted wrong")
         if not users.keys() >= self._order.keys() or sum(each.saved.nbytes for each in self._order) != self.bytes:
             raise AssertionError("the bytes of snapshots are counted wrong")
-
-
-def choose_places(
-    candidates: Collection[int], needed: Collection[int], known: int, tokens: int, most: int
-) -> list[int]:
-    """Behind how many of a prompt's `tokens` to take snapshots, the next one last; `known` of them are cached. All that
-    are `needed`, the first of the `candidates`, which ends what many prompts begin with, and the others at distances
-    that grow from the end."""
-    chosen = {place for place in needed if known < place <= tokens}
-    inner = sorted({place for place in candidates if known + LEAST_APART <= place <= tokens})
-    if inner:
-        chosen.add(inner[0])
-    last = tokens
-    for place in reversed(inner):
-        if len(chosen) >= most:
-            break
-        if place == inner[-1] or last - place >= max(LEAST_APART, (tokens - last) // 2):
-            chosen.add(place)
-            last = place
-    return sorted(chosen, reverse=True)

@@ -13,7 +13,7 @@ from cllm.kv.sequence import KVSequence
 from cllm.kv.slots.index import entry_of
 from cllm.kv.slots.places import SlotPlaces, raise_if_fatal
 from cllm.kv.slots.room import SlotRoom
-from cllm.kv.slots.snapshots import LEAST_APART, Snapshot, choose_places
+from cllm.kv.slots.snapshots import Snapshot
 
 log = logging.getLogger("cllm.kv")
 
@@ -30,14 +30,15 @@ class SlotStates:
         computed, tokens = sequence.num_computed, len(sequence.tokens)
         if computed:
             self._keep(sequence)  # before it is written over
-        last = (tokens - 1) // LEAST_APART * LEAST_APART
+        snapshots = self._places.snapshots
+        last = tokens - 1 - (tokens - 1) % snapshots.apart
         places = list(sequence.places)
         if not any(last <= place < tokens for place in places):
             places.append(last)  # for the same prompt again, whose last token is always computed
         needed = [*sequence.to_pin]
-        if known >= computed + LEAST_APART:
+        if known >= computed + snapshots.apart:
             needed.append(known)
-        sequence.marks = choose_places(places, needed, computed, tokens, self._places.snapshots.most)
+        sequence.marks = snapshots.choose(places, needed, computed, tokens)
 
     def meet(self, running: KVSequence, waiting: KVSequence) -> None:
         """`waiting` will go on from what `running` is computing now: where they part, a snapshot is due."""
@@ -91,7 +92,7 @@ class SlotStates:
         if not snapshots.most or snapshots.has(entry.snapshots, tokens):
             return
         near = snapshots.deepest(entry.snapshots, tokens)
-        if tokens - (0 if near is None else near.tokens) < LEAST_APART and tokens not in wanted:
+        if tokens - (0 if near is None else near.tokens) < snapshots.apart and tokens not in wanted:
             return
         if not self._room.make_room(places.state_bytes, places.store_bytes):
             return
