@@ -20,6 +20,7 @@ from cllm.engine.params import ContextWindow
 from cllm.errors import BackendError, InvalidRequestError, ModelError, UnsupportedOperationError
 from cllm.generation import Completion
 from cllm.kv.ops import SlotGeometry
+from cllm.kv.slots.snapshots import LEAST_APART
 from cllm.models.gguf import GGUFModel
 from states_kit import SHAPES, write_states_model
 from step_of import rows_of
@@ -88,6 +89,11 @@ def answer(llm: LLM, prompt: list[int]) -> Completion:
     return completion
 
 
+def rows(completion: Completion) -> int:
+    """Tokens of an answer that were computed to get the others; its end is not among `token_ids`."""
+    return len(completion.token_ids) - (completion.finish_reason == "length")
+
+
 SYSTEM, USER, OTHER = message(1, 200), message(2, 60), message(3, 50)
 TOKENS = array("i", message(4, 120))
 
@@ -147,7 +153,7 @@ def test_answers_are_those_of_a_fresh_server_and_only_what_is_new_is_computed(
             computed.clear()
             found = answer(llm, prompt)
             given.append((prompt, found.token_ids))
-            return found.cached_tokens, count() - (len(found.token_ids) - 1)
+            return found.cached_tokens, count() - rows(found)
 
         first = SYSTEM + USER + ANSWERS
         assert ask(first) == (0, 263)
@@ -158,7 +164,8 @@ def test_answers_are_those_of_a_fresh_server_and_only_what_is_new_is_computed(
         cached, new = ask(follow_up)
         assert new == len(follow_up) - cached <= len(OTHER + ANSWERS) + 2, "one of the answer, and its end"
         assert ask(first[:-1] + OTHER + ANSWERS) == (260, 55), "the answer is stripped"
-        assert ask(chat + USER + ANSWERS)[1] <= len(USER + ANSWERS) + 2, "the last message is edited"
+        near = 2 if len(given[0][1]) == 24 else LEAST_APART  # a short answer ends too near to its beginning
+        assert ask(chat + USER + ANSWERS)[1] <= len(USER + ANSWERS) + near, "the last message is edited"
         assert ask(SYSTEM + message(5, 70) + ANSWERS) == (200, 73), "an earlier message is edited"
         together = llm.generate([prompt for prompt, _ in given], GREEDY, progress=False)
         assert [each.token_ids for each in together] == [tokens for _, tokens in given]
@@ -188,7 +195,7 @@ def test_what_was_on_disk_goes_on_after_a_restart(
             computed.clear()
             restarted = answer(llm, asked)
             assert restarted.token_ids == tokens
-            assert sum(computed) - len(tokens) + 1 == len(asked) - restarted.cached_tokens <= at_most + 4
+            assert sum(computed) - rows(restarted) == len(asked) - restarted.cached_tokens <= at_most + 4
 
 
 def test_prompts_are_scored_and_embedded(write: Callable[[str], Path]) -> None:
@@ -204,7 +211,9 @@ def test_what_a_state_does_not_allow_is_refused_by_name(write: Callable[[str], P
     ops = backend.ops
     rows_of(backend, [Chunk(TOKENS[:40], 0, 1, 1)])
     for start, end in ((20, None), (4, 20), (0, 20)):
-        with pytest.raises(UnsupportedOperationError, match=r"slot 1 of 40 positions .* layers cannot be cut"):
+        with pytest.raises(
+            UnsupportedOperationError, match=r"slot 1 of 40 positions .* recurrent layers cannot be cut"
+        ):
             ops.remove(1, start, end)
     with pytest.raises(UnsupportedOperationError, match="recurrent layers cannot be cut"):
         ops.shift(1, 4, None, -2)

@@ -131,6 +131,7 @@ class _Ops:
         for name in OPS_CALLS:
             if hasattr(ops, name):
                 setattr(self, name, calls.wrap(f"ops.{name}", getattr(ops, name)))
+        self.carries_state = getattr(ops, "carries_state", False)
         if isinstance(ops, BlockBytes):
             self.block_bytes, self.reads_wait = ops.block_bytes, ops.reads_wait
 

@@ -51,7 +51,7 @@ class CacheEntry(KVAllocation):
         """The names of their whole blocks."""
         self.hits = 0
         self.end: int | None = None
-        """Of bytes that came from disk: how many tokens they hold, of which `length` are known."""
+        """How many tokens its bytes hold, if they came from disk, and maybe more than the `length` that are known."""
         self.snapshots: Kept = {}
 
     @property

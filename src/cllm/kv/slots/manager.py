@@ -33,10 +33,10 @@ from cllm.kv.pins import LostPin, PinMark
 from cllm.kv.radix import TOKEN_BYTES
 from cllm.kv.sequence import KVSequence
 from cllm.kv.sizing import most_bytes
-from cllm.kv.slots import packing
 from cllm.kv.slots.index import CacheEntry, describe, entry_of
 from cllm.kv.slots.loads import SequenceLoads
 from cllm.kv.slots.offload import SequenceOffload
+from cllm.kv.slots.packing import MOST_PACKED
 from cllm.kv.slots.pins import pin_sequence
 from cllm.kv.slots.places import SlotPlaces
 from cllm.kv.slots.resizing import SlotResizer
@@ -101,7 +101,7 @@ class SlotKVManager(KVManager):
     def longest_bytes(self) -> int:
         """What a sequence of full length takes on disk at most."""
         places = self.places
-        snapshots = packing.MOST * places.state_bytes
+        snapshots = MOST_PACKED * places.state_bytes
         return most_bytes(self.max_tokens, places.bytes_per_token, places.state_bytes) + snapshots
 
     def use_disk(self, tier: DiskTier) -> None:

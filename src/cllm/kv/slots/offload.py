@@ -15,8 +15,8 @@ from cllm.kv.block_names import chain, root_name
 from cllm.kv.disk.store import ModelStore
 from cllm.kv.ops import SavedKV
 from cllm.kv.radix import TOKEN_BYTES
-from cllm.kv.slots import packing
 from cllm.kv.slots.index import CacheEntry
+from cllm.kv.slots.packing import MOST_PACKED, pack
 from cllm.kv.slots.places import SlotPlaces
 from cllm.kv.throughput import RecentThroughput
 from cllm.kv.tiers.disk_tier import DiskTier
@@ -119,7 +119,7 @@ class SequenceOffload:
         if disk is None or model_store is None or not disk.pays:
             return None
         for entry in [*places.held_in_slots(), *places.store]:
-            size = places.saved_bytes(entry) + packing.MOST * places.state_bytes
+            size = places.saved_bytes(entry) + MOST_PACKED * places.state_bytes
             if entry.offered or not self._worth(disk, entry) or self._speed_of(entry).seconds(size) > most_s:
                 continue
             if model_store.room() < size:
@@ -162,7 +162,7 @@ class SequenceOffload:
         if payload is not None:
             if places.ops.carries_state:
                 states = {place: each.saved for place, each in entry.snapshots.items() if each in places.snapshots}
-                payload = packing.pack(payload, entry.end or entry.length, states)
+                payload = pack(payload, entry.end or entry.length, states)
             elif entry.saved is not None:
                 payload = payload.copy()
             speed.add(payload.nbytes, self._clock() - started)

@@ -11,7 +11,7 @@ import numpy as np
 
 from cllm.kv.ops import SavedKV
 
-MOST = 3
+MOST_PACKED = 3
 """Snapshots that go with a sequence: the first, which others may begin with, and the last two."""
 
 _NUMBER = np.dtype(np.int64).itemsize
@@ -19,7 +19,7 @@ _NUMBER = np.dtype(np.int64).itemsize
 
 def pack(saved: SavedKV, tokens: int, snapshots: Mapping[int, SavedKV]) -> SavedKV:
     places = sorted(snapshots)
-    places = [*places[:1], *places[1:][-(MOST - 1) :]]
+    places = [*places[:1], *places[1:][-(MOST_PACKED - 1) :]]
     states = [snapshots[place] for place in places]
     numbers = [number for place, state in zip(places, states, strict=True) for number in (place, state.nbytes)]
     tail = np.array([*numbers, tokens, len(places)], np.int64).view(np.uint8)

@@ -52,7 +52,7 @@ class Snapshots:
         self.taken = self.used = 0
         fitting = int(store_bytes * PATH_SHARE) // max(1, state_bytes)
         self.most = min(MOST, max(fitting, int(2 * state_bytes <= store_bytes)))
-        """Of a sequence."""
+        """How many a sequence may have."""
         self.apart = LEAST_APART
         self._order: OrderedDict[Snapshot, None] = OrderedDict()
         self._pinned: set[Snapshot] = set()
@@ -124,7 +124,8 @@ class Snapshots:
         return sorted(chosen, reverse=True)
 
     def thin(self, kept: Kept, protected: Collection[int]) -> None:
-        """Of too many, give up those whose neighbours are closest, measured by how far from the end they are."""
+        """Give up what a sequence has too many of: those whose neighbours are closest, measured by how far from the end
+        they are."""
         for tokens in [tokens for tokens in kept if not self.has(kept, tokens)]:
             self.remove(kept, tokens)
         while len(kept) > self.most:
@@ -137,7 +138,7 @@ class Snapshots:
             self.remove(kept, places[min(spare, key=lambda i: (places[i + 1] - before[i]) / (end - before[i]))])
 
     def give_up_oldest(self) -> bool:
-        """Those who have it cannot go on from there any more. False: there is none to give up."""
+        """Give up the one that was used longest ago: nobody can go on from there any more. False: there is none."""
         oldest = next((snapshot for snapshot in self._order if snapshot not in self._pinned), None)
         if oldest is not None:
             self._forget(oldest)
