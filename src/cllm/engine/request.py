@@ -184,7 +184,7 @@ class Sequence(KVSequence):
     @property
     def places(self) -> list[int]:  # type: ignore[override]
         """Where others will go on: behind what is to be pinned, and behind messages, which end with such a token."""
-        ends = np.isin(np.frombuffer(self.tokens, np.int32), list(self.request.end_ids))
+        ends = np.isin(np.frombuffer(self.tokens, np.int32), list(self.request.message_ends))
         return [*self.to_pin, *(np.flatnonzero(ends) + 1).tolist()]
 
     @property
@@ -286,6 +286,7 @@ class Request:
         "hit",
         "id",
         "last_token_at",
+        "message_ends",
         "params",
         "preemptions",
         "prompt",
@@ -299,7 +300,13 @@ class Request:
     )
 
     def __init__(
-        self, submission: Submission, *, arrival: float, deadline: float, end_ids: frozenset[int] = frozenset()
+        self,
+        submission: Submission,
+        *,
+        arrival: float,
+        deadline: float,
+        end_ids: frozenset[int] = frozenset(),
+        message_ends: frozenset[int] = frozenset(),
     ) -> None:
         self.submission = submission
         self.id = submission.request_id
@@ -309,6 +316,8 @@ class Request:
         self.arrival = arrival
         self.deadline = deadline
         self.end_ids = end_ids
+        self.message_ends = message_ends
+        """With which messages of a chat end, whether they would end an answer or not."""
         self.seed = 0
         """The first answer's seed; answer i draws with seed + i."""
         self.state = RequestState.PENDING
@@ -390,7 +399,13 @@ def build_request(
     past_the_end = params.ignore_eos and constraint is None
     end_ids = stops if past_the_end else stops | terms.eos_ids
     timeout_s = terms.longest_s if submission.timeout_s is None else min(submission.timeout_s, terms.longest_s)
-    request = Request(submission, arrival=arrival, deadline=arrival + timeout_s, end_ids=end_ids)
+    request = Request(
+        submission,
+        arrival=arrival,
+        deadline=arrival + timeout_s,
+        end_ids=end_ids,
+        message_ends=stops | terms.eos_ids,
+    )
     if seed is None:
         seed = secrets.randbits(63) if params.seed is None else params.seed
     request.seed = seed

@@ -1,0 +1,168 @@
+"""Layers that carry a state: prompts are computed once, from the place where they part from what is cached."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cllm.backends.fake import END_TOKEN, FakeBackend
+from cllm.engine.budget import StepBudget
+from cllm.engine.params import SamplingParams
+from cllm.engine.request import Request
+from cllm.engine.scheduler import Scheduler
+from cllm.engine.stepper import Stepper
+from cllm.kv.paged.state_tables import MOST_STATES
+from engine_kit import make_request, reference
+from kv_kit import assert_states, paged
+
+BLOCK = 16
+CELLS = 8
+LAYERS = pytest.mark.parametrize("window", [0, 40])
+
+
+class Server:
+    """A scheduler whose steps are counted."""
+
+    def __init__(self, blocks: int = 4000, *, window: int = 0, max_tokens: int = 256, running: int = 32) -> None:
+        self.backend, self.kv = paged(blocks, BLOCK, window=window, ahead=max_tokens, states=CELLS)
+        budget = StepBudget(inter_token_s=0.1, max_gap_s=0.25, prompt_only_s=0.5, max_tokens=max_tokens)
+        self.scheduler = Scheduler(self.kv, budget, max_running=running)
+        self.stepper = Stepper(self.backend, self.scheduler, timer=lambda: 0.0)
+
+    def add(self, tokens: list[int], count: int = 8) -> Request:
+        params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+        request = make_request(tokens, params, max_context=4096)
+        self.scheduler.requests.add(request)
+        return request
+
+    def run(self) -> None:
+        requests = self.scheduler.requests
+        while requests.has_work:
+            self.stepper.advance()
+            assert self.stepper.steps < 2000
+            self.kv.check()
+            assert self.kv.usage().groups[-1].used <= MOST_STATES * len(requests.running)
+        assert_states(self.backend, self.kv)
+
+    def ask(self, tokens: list[int], count: int = 8) -> tuple[list[int], int]:
+        """An answer, and how many tokens were computed for it."""
+        before, request = self.backend.computed_tokens, self.add(tokens, count)
+        self.run()
+        answer = request.sequences[0].tokens[len(tokens) :].tolist()
+        assert answer == reference(request)
+        return answer, self.backend.computed_tokens - before
+
+
+_random = np.random.default_rng(5)
+
+
+def message(length: int) -> list[int]:
+    return [*_random.integers(0, 250, length - 1).tolist(), END_TOKEN]
+
+
+def joined(messages: list[list[int]]) -> list[int]:
+    return [token for each in messages for token in each]
+
+
+def chat(turns: int, size: int = 40) -> list[list[int]]:
+    return [message(100), *(message(size) for _ in range(2 * turns)), message(size)]
+
+
+@LAYERS
+def test_the_next_turn_computes_what_is_new(window: int) -> None:
+    server, messages = Server(window=window), chat(12)
+    prompt = joined(messages)
+    answer, computed = server.ask(prompt, 50)
+    assert computed == len(prompt) + len(answer) - 1
+    new = message(150)
+    _, computed = server.ask([*prompt, *answer, *new], 1)
+    assert computed <= len(new) + BLOCK
+
+
+@LAYERS
+def test_a_chat_whose_reasoning_is_stripped_computes_what_follows_it(window: int) -> None:
+    server, prompt = Server(window=window), joined(chat(12))
+    answer, _ = server.ask(prompt, 100)
+    new = [*answer[60:], END_TOKEN, *message(30)]
+    _, computed = server.ask([*prompt, *new], 1)
+    assert computed <= len(new) + BLOCK
+
+
+@LAYERS
+@pytest.mark.parametrize("back", [1, 2, 3, 4])
+def test_a_chat_with_an_edited_message_computes_what_follows_the_one_before(window: int, back: int) -> None:
+    server, messages = Server(window=window), chat(20)
+    server.ask(joined(messages))
+    messages[-back] = message(44)
+    _, computed = server.ask(joined(messages), 1)
+    assert computed <= sum(map(len, messages[-back:])) + BLOCK
+
+
+@LAYERS
+def test_users_of_one_system_prompt_compute_it_once(window: int) -> None:
+    server, system = Server(window=window), message(2000)
+    prompts = [[*system, *message(40 + i)] for i in range(20)]
+    requests = [server.add(prompt, 4) for prompt in prompts]
+    server.run()
+    own = sum(len(prompt) - len(system) for prompt in prompts)
+    assert server.backend.computed_tokens <= len(system) + own + 20 * (BLOCK + 4)
+    assert all(
+        request.sequences[0].tokens[len(request.prompt) :].tolist() == reference(request) for request in requests
+    )
+
+
+def test_a_prefix_that_was_never_a_place_is_one_from_the_second_sighting_on() -> None:
+    server, shared = Server(), message(1501)[:-1]
+    found = [server.ask([*shared, *message(700)], 1)[1] - 700 for _ in range(3)]
+    assert found[0] == 1500 and found[1] <= 1100 and found[2] <= BLOCK
+
+
+@pytest.mark.parametrize("parts", [100, 300, 700, 1300, 1900])
+def test_what_differs_near_the_end_computes_little_before_it(parts: int) -> None:
+    """At most as much again, and never more than at the least distance."""
+    server, prompt = Server(), message(2000)[:-1]
+    server.ask(prompt, 1)
+    _, computed = server.ask([*prompt[:-parts], *message(50)], 1)
+    assert computed - 50 <= max(parts, 16 * BLOCK) + BLOCK
+
+
+@LAYERS
+def test_who_is_preempted_computes_no_more_than_a_block_again(window: int) -> None:
+    server = Server(window=window)
+    request = server.add(message(300), 200)
+    for _ in range(105):
+        server.stepper.advance()
+    for _ in range(3):
+        server.scheduler.requests.preempt(request.sequences[0])
+        for _ in range(5):
+            server.stepper.advance()
+    server.run()
+    sequence = request.sequences[0]
+    assert sequence.tokens[300:].tolist() == reference(request) and request.preemptions == 3
+    assert server.backend.computed_tokens <= len(sequence.tokens) + 3 * BLOCK
+
+
+def test_answers_outgrow_the_memory_and_are_what_they_are_alone() -> None:
+    """With room for hardly more than one of them."""
+    server = Server(blocks=20 + 2 * MOST_STATES * CELLS, running=4)
+    prompts = [message(60 + i) for i in range(4)]
+    requests = [server.add(prompt, 120) for prompt in prompts]
+    server.run()
+    assert server.scheduler.requests.preemptions > 0
+    for request in requests:
+        assert request.sequences[0].tokens[len(request.prompt) :].tolist() == reference(request)
+
+
+def test_twins_share_a_state_until_they_part() -> None:
+    server = Server()
+    request = make_request(message(100), SamplingParams(temperature=1.0, seed=3, max_tokens=40, n=5), max_context=4096)
+    server.scheduler.requests.add(request)
+    server.run()
+    for index, sequence in enumerate(request.sequences):
+        assert sequence.tokens[100:].tolist() == reference(request, index)
+    assert server.backend.computed_tokens <= 100 + 5 * 40
+
+
+def test_there_are_no_drafts_and_no_windows() -> None:
+    traits = FakeBackend(states=1).traits
+    assert traits.most_drafts == 0 and traits.no_window is not None
