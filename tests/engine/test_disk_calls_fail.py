@@ -14,6 +14,7 @@ from cllm.kv.block_names import fingerprint
 from cllm.kv.disk.store import DiskStore
 from cllm.kv.manager import KVManager
 from cllm.kv.ops import BlockGeometry, BlockOps, SlotGeometry, SlotOps
+from cllm.kv.paged.local import LocalShape
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.slots.manager import SlotKVManager
 from cllm.kv.tiers.disk_tier import DiskTier
@@ -32,18 +33,19 @@ def expected(request: Request, index: int) -> list[int]:
 
 
 def make_kv(backend: FakeBackend, layout: str, clock: Clock) -> PagedKVManager | SlotKVManager:
-    geometry = BlockGeometry(32, 4) if layout == "paged" else SlotGeometry(3, 96)
+    geometry = SlotGeometry(3, 96) if layout == "slots" else BlockGeometry(32 if layout == "paged" else 64, 4)
     backend.allocate(geometry)
     ops = backend.ops
     if isinstance(geometry, BlockGeometry):
         assert isinstance(ops, BlockOps)
-        return PagedKVManager(ops, geometry, bytes_per_token=8, clock=clock)
+        local = LocalShape(state=2) if layout == "states" else None
+        return PagedKVManager(ops, geometry, local, bytes_per_token=8, clock=clock)
     assert isinstance(ops, SlotOps)
     return SlotKVManager(ops, geometry, bytes_per_token=8, store_bytes=1 << 14, clock=clock)
 
 
 def machine(layout: str, directory: Path) -> tuple[Machine, DiskStore]:
-    backend, clock = FakeBackend(context_length=96), Clock()
+    backend, clock = FakeBackend(context_length=96, states=2 if layout == "states" else 0), Clock()
     kv = make_kv(backend, layout, clock)
     store = make_store(directory, monotonic=clock)
     tier = DiskTier(store, **SIZES, least_tokens=8, worth_tokens=12)
@@ -88,7 +90,7 @@ def stopped(rig: Rig) -> None:
 
 @exhaustive
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("layout", ["paged", "slots"])
+@pytest.mark.parametrize("layout", ["paged", "slots", "states"])
 @pytest.mark.parametrize("script", [scenario, stopped])
 def test_every_call_fails_in_turn(tmp_path: Path, layout: str, script: Callable[[Rig], None]) -> None:
     first, store = machine(layout, tmp_path / "first")
@@ -110,7 +112,7 @@ def test_every_call_fails_in_turn(tmp_path: Path, layout: str, script: Callable[
     reached = Rig(make())
     script(reached)
     assert reached.scheduler.kv.usage().disk.loads + reached.scheduler.kv.loading >= 1
-    wanted = {"kv.fetch"} | ({"ops.landing", "ops.land"} if layout == "paged" else {"ops.load"})
+    wanted = {"kv.fetch"} | ({"ops.load"} if layout == "slots" else {"ops.landing", "ops.land"})
     assert script is stopped or wanted <= set(reached.calls.names)
     runs = fail_every_call(make, script, ways=("error", "fatal", "bug"))
     print(f"{layout} {script.__name__}: {runs}")

@@ -13,6 +13,7 @@ from cllm.backends.fake import FakeBackend
 from cllm.engine.request import Request
 from cllm.errors import BackendError, StepAbortedError
 from cllm.kv.ops import BlockGeometry, SlotGeometry
+from cllm.kv.paged.local import MOST_STATES, LocalShape
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.paged.upkeep import UpkeepSettings
 from cllm.kv.sizing import most_bytes
@@ -23,11 +24,11 @@ from fault_kit import Clock, Machine, Rig, Scenario
 from pipelined_backend import PipelinedFake
 
 
-def paged(blocks: int = 48, backend: FakeBackend | None = None) -> Machine:
+def paged(blocks: int = 48, backend: FakeBackend | None = None, local: LocalShape | None = None) -> Machine:
     backend = backend or FakeBackend(context_length=96)
     geometry = BlockGeometry(blocks, 4)
     backend.allocate(geometry)
-    kv = PagedKVManager(backend.ops, geometry, bytes_per_token=8, eviction_threshold=0.7, watermark=0.02)
+    kv = PagedKVManager(backend.ops, geometry, local, bytes_per_token=8, eviction_threshold=0.7, watermark=0.02)
     return Machine(backend, kv, expected)
 
 
@@ -298,16 +299,22 @@ SCENARIOS: list[Scenario] = [
 ]  # fmt: skip
 
 
+STATE_CELLS = 2
+
+
 def make_fake(layout: str, scenario: Scenario) -> Machine:
     if layout == "slots on demand":
         return slots_on_demand()
     if layout == "slots":
         return slots(2 if scenario is shared_prefixes else 3)
-    backend = PipelinedFake(context_length=96) if layout == "ahead" else None
-    return paged({preempted_prompt: 11, preempted_answer: 5, shared_prefixes: 16}.get(scenario, 48), backend)
+    if layout == "states":
+        blocks = 2 * MOST_STATES * STATE_CELLS + {preempted_prompt: 11, preempted_answer: 4}.get(scenario, 40)
+        return paged(blocks, FakeBackend(context_length=96, states=STATE_CELLS), LocalShape(state=STATE_CELLS))
+    blocks = {preempted_prompt: 11, preempted_answer: 5, shared_prefixes: 16}.get(scenario, 48)
+    return paged(blocks, PipelinedFake(context_length=96) if layout == "ahead" else None)
 
 
-CASES = [(layout, scenario) for layout in ("paged", "slots") for scenario in SCENARIOS] + [
+CASES = [(layout, scenario) for layout in ("paged", "slots", "states") for scenario in SCENARIOS] + [
     ("slots", wrong_positions),
     *(("slots on demand", scenario) for scenario in (bursts, shared_prefixes, forks, rebuilds)),
 ]

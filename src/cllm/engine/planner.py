@@ -399,11 +399,15 @@ class Planner:
         # Waiting costs no time: the other one computes exactly what this one would have to.
         held: int | None = None
         for other in in_progress:
-            if not sequence.shares(other, self._worth_sharing(other.num_computed)):
+            # Where both can go on from once the other one is there: it may have computed almost all of it.
+            place = next((mark for mark in other.marks if sequence.shares(other, mark)), 0)
+            more = sequence.shares(other, self._worth_sharing(other.num_computed))
+            if not (place or more):
                 continue
             if held is None:
                 held = self._kv.peek(sequence.key, sequence.space)
-            if held <= other.num_computed or sequence.shares(other, self._worth_sharing(held)):
+            unknown = more and (held <= other.num_computed or sequence.shares(other, self._worth_sharing(held)))
+            if unknown or place >= held + WAIT_FOR_PREFIX_TOKENS:
                 self._kv.meet(other, sequence)
                 return True
         return False
