@@ -6,7 +6,7 @@ import pytest
 
 from cllm.errors import ConfigError
 from cllm.kv.sizing import MIB, plan_blocks, plan_slots
-from cllm.models.spec import AttentionSpec, LayerSpec, ModelSpec
+from cllm.models.spec import AttentionSpec, LayerSpec, Mamba2Spec, ModelSpec
 
 
 def bytes_per_token(type_k: str, type_v: str, *layers: AttentionSpec) -> int:
@@ -34,6 +34,24 @@ def test_bytes_per_token_are_those_of_every_layer() -> None:
 def test_a_head_that_a_type_does_not_divide_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"q4_0.*80.*f16"):
         bytes_per_token("q4_0", "f16", AttentionSpec(1, 1, 80, 64))
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 24, 256])
+@pytest.mark.parametrize("attentions", [0, 2])
+def test_a_state_lies_in_cells_of_whole_tokens(block_size: int, attentions: int) -> None:
+    """Also where no layer keeps K and V: a block of tokens then takes a cell that holds nothing."""
+    mamba = LayerSpec(None, recurrence=Mamba2Spec(5, 24, 20, 1, kernel=4))
+    spec = ModelSpec("mamba2", 1, 1, 1, (mamba,) * 3 + (LayerSpec(AttentionSpec(4, 2, 8, 8)),) * attentions)
+    layout = spec.kv_layout("f16", "f16", block_size, apart=True)
+    assert layout.token_bytes * block_size == layout.cell_bytes and layout.states is not None
+    assert len(layout.groups[0].layers) == attentions and layout.local is None
+    taken: dict[int, list[tuple[int, int]]] = {}
+    for places in layout.states.places:
+        for (cell, offset), size in zip(places, mamba.recurrence.state_parts, strict=True):  # type: ignore[union-attr]
+            assert offset % 64 == 0 and offset + size <= layout.cell_bytes and cell < layout.states.cells
+            assert all(offset >= end or offset + size <= begin for begin, end in taken.get(cell, ()))
+            taken.setdefault(cell, []).append((offset, offset + size))
+    assert len(taken) == layout.states.cells
 
 
 def slots(budget_mib: float, *, context: int = 2048, running: int = 8, asked: bool = True, on_demand: bool = False):  # type: ignore[no-untyped-def]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import lcm
 from typing import Literal, NamedTuple
 
 GroupKind = Literal["full", "window", "state"]
@@ -109,7 +110,8 @@ def plan_groups(
     # Without any attention positions take no memory, but they are counted all the same.
     cell = max((block_size, _bytes(full), *(layer.block_bytes for layer in local)))
     if states:
-        cell = _aligned(max(cell, *(size for state in states for size in state.parts)))
+        least, unit = max(cell, *(size for state in states for size in state.parts)), lcm(STATE_ALIGNMENT, block_size)
+        cell = -(-least // unit) * unit
     groups: tuple[KVGroup, ...] = (_group(full, cells=1),)
     if local:
         groups += (_group(local, cells=_cells_for(local, cell)),)

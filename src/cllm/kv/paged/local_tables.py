@@ -164,6 +164,8 @@ class LocalTables:
         table, computed, size = sequence.local, sequence.num_computed, self._arena.block_size
         while sequence.marks and sequence.marks[-1] <= computed:
             self._keep(sequence, sequence.marks.pop() // size)
+        if self.states.cells == 1:  # every place of a prefix may as well have one
+            self._keep(sequence, computed // size)
         if table is None:
             return
         local = self._memory()
