@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from math import inf, nextafter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -104,7 +106,7 @@ class WorthMachine(RuleBasedStateMachine):
         if item in policy:
             policy.remove(item)
             del self.expected[which][item]
-        rank = max(self.now + worth, float(after))
+        rank = max(self.now + worth, nextafter(float(after), inf))
         assert policy.add(item, 0, float(worth), float(after)) == rank
         self.put(which, item, rank, self.now)
 

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from itertools import chain, count
-from math import inf
+from math import inf, nextafter
 from time import monotonic
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -29,7 +29,7 @@ def computing(begin: int, end: int) -> float:
 class EvictionPolicy(Protocol[T]):
     def add(self, item: T, hits: int, worth: float = 0.0, after: float = 0.0) -> float:
         """`item` is no longer in use; it has been found in the cache `hits` times. `worth`: the computing that each of
-        its bytes saves when it is used again. It goes no sooner than what has the rank `after`. Returns its rank: the
+        its bytes saves when it is used again. It goes later than what has the rank `after`. Returns its rank: the
         lowest goes first, also between policies that were made together."""
 
     def revalue(self, item: T, worth: float, most: float = inf) -> None:
@@ -166,7 +166,7 @@ class Worth(Generic[T]):
 
     def add(self, item: T, hits: int, worth: float = 0.0, after: float = 0.0) -> float:
         since = self._clock.now
-        return self._push(item, max(since + worth, after), since, monotonic())
+        return self._push(item, max(since + worth, nextafter(after, inf)), since, monotonic())
 
     def revalue(self, item: T, worth: float, most: float = inf) -> None:
         old = self._items[item]

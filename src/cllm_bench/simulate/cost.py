@@ -28,6 +28,7 @@ class StepWork(NamedTuple):
 
 
 Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,13 @@ class CostModel:
     overhead_row_s: Price
     """The same for each token that is chosen."""
     kv_bytes_per_token: Annotated[int, Field(gt=0)]
+    """What stays as long as a sequence does."""
+    window: Count = 0
+    """Tokens that the layers with a window attend to, if they are kept apart; 0: there are none."""
+    window_bytes_per_token: Count = 0
+    """What a token inside the window takes beside that."""
+    state_bytes: Count = 0
+    """What layers that carry a state take for a sequence, however long it is."""
 
     def compute(self, work: StepWork) -> float:
         """Seconds in the backend."""
@@ -58,6 +66,10 @@ class CostModel:
         if chunks:
             seconds += chunks * self.chunk_s + prompt_tokens * self.prompt_token_s + attended * self.attended_s
         return seconds
+
+    def prompt(self, tokens: int) -> float:
+        """Seconds that computing so many tokens from the beginning adds to steps."""
+        return tokens * self.prompt_token_s + tokens * (tokens - 1) // 2 * self.attended_s
 
     def overhead(self, rows: int) -> float:
         """Seconds around it; `rows` is the number of tokens chosen."""

@@ -52,6 +52,7 @@ COLUMNS: list[Column] = [
     ("request (s)\nP50", _figure("total_p50_s")),
     ("\nP95", _figure("total_p95_s")),
     ("cache\nhits %", _figure("hit_rate", 100)),
+    ("saved\nh", _figure("saved_s", 1 / 3600)),
     ("pre-\nempted", _count("preemptions")),
     ("tokens\nevicted", _count("evicted_tokens")),
 ]

@@ -64,6 +64,8 @@ def figures_of(
         "stored_blocks": sum(usage.blocks_stored for usage in usages),
         "removed_blocks": sum(usage.blocks_removed for usage in usages),
         "hit_rate": cached_tokens / prompt_tokens if prompt_tokens else 0.0,
+        "prompts_s": tally.prompts_s,
+        "saved_s": tally.saved_s,
         "balance": max(computed) * len(servers) / sum(computed) if sum(computed) else 1.0,
         "peak_memory": max(usage.peak / usage.total for usage in usages),
         "duration_s": duration,

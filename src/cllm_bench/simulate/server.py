@@ -16,19 +16,21 @@ from cllm.engine.scheduler import Scheduler
 from cllm.engine.stepper import Stepper
 from cllm.engine.submission import Submission
 from cllm.kv.ops import BlockGeometry
+from cllm.kv.paged.local import LocalShape
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.routing.policy import ReplicaStats
 from cllm_bench.simulate.backend import SimulatedBackend, TracedAnswer
 from cllm_bench.simulate.cost import CostModel
 from cllm_bench.simulate.settings import Settings
 from cllm_bench.simulate.tally import Tally
-from cllm_bench.simulate.traces import TracedRequest, length, spell
+from cllm_bench.simulate.traces import MESSAGE_END, TracedRequest, length, spell
 
 FOREVER = 1e12
 """Seconds. Finite, so that deadlines stand in the order of arrival, and the scheduler drops those of ended requests."""
 
 IDLE = ReplicaStats(0, 0)
 
+_END_IDS = frozenset(MESSAGE_END[:1])
 _PARAMS = SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True)
 
 OnEnd = Callable[[TracedRequest, float], None]
@@ -44,6 +46,12 @@ def budget_of(settings: Settings) -> StepBudget:
     )
 
 
+def local_shape(settings: Settings, cost: CostModel) -> LocalShape | None:
+    if not cost.window:
+        return None
+    return LocalShape(cost.window, -(-cost.window_bytes_per_token // cost.kv_bytes_per_token), settings.step_tokens)
+
+
 class SimulatedServer:
     def __init__(self, settings: Settings, cost: CostModel, tally: Tally, on_end: OnEnd) -> None:
         self.now = 0.0
@@ -54,6 +62,7 @@ class SimulatedServer:
         self.kv = PagedKVManager(
             self.backend.ops,
             BlockGeometry(settings.blocks, settings.block_size),
+            local_shape(settings, cost),
             bytes_per_token=cost.kv_bytes_per_token,
             eviction_threshold=settings.threshold,
             eviction_policy=settings.eviction,
@@ -95,7 +104,7 @@ class SimulatedServer:
         self.submitted += 1
         key = str(self.submitted)
         submission = Submission(spell(traced.prompt), _PARAMS, key)
-        request = Request(submission, arrival=arrival, deadline=arrival + self._timeout_s)
+        request = Request(submission, arrival=arrival, deadline=arrival + self._timeout_s, end_ids=_END_IDS)
         limit = len(request.prompt) + traced.answer_length
         request.sequences.append(Sequence(request, 0, TracedAnswer(traced.answer), limit))  # type: ignore[arg-type]
         self._live[key] = traced

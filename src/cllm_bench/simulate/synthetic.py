@@ -4,12 +4,14 @@ poisson       requests independent of each other, at a steady rate
 chats         conversations: a turn is sent when the one before was answered and read; some branch into two
 conversation  chats as long, and with as much to share, as those of Mooncake's conversation trace
 toolagent     the same for its trace of tools and agents: a few long system prompts, and tools that answer at once
+agents        coding agents: long sessions behind a few long system prompts with tools; every turn sends the results of
+              tools and leaves out the reasoning of earlier ones; some start subagents, some are abandoned
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -17,7 +19,7 @@ import numpy as np
 from cllm.errors import ConfigError
 from cllm_bench.simulate.lengths import Lengths, parse_lengths
 from cllm_bench.simulate.settings import parse_number
-from cllm_bench.simulate.traces import Span, TokenSource, TracedRequest, length
+from cllm_bench.simulate.traces import MESSAGE_END, Span, TokenSource, TracedRequest, length
 
 _BATCH = 4096
 """Random numbers are drawn so many at a time."""
@@ -49,6 +51,16 @@ class Shape:
     """Mean time from an answer to the next message."""
     branch: float = 0.1
     """Share of turns that are continued twice: an edited or repeated question."""
+    reasoning: float = 0.0
+    """Share of an answer that the next turn leaves out."""
+    read: float = 1.0
+    """Share of turns after which somebody thinks; after the others a tool answers."""
+    tool_s: float = 0.0
+    """Mean time until it does."""
+    subagents: float = 0.0
+    """Share of turns that wait for a session of another agent, a fifth as long, with a system prompt of its own."""
+    abandoned: float = 0.0
+    """Share of sessions that end at any turn; the others have between 0.8 and 1.6 times as many as the mean."""
 
 
 SHAPES = {
@@ -77,11 +89,28 @@ SHAPES = {
         think_s=8.0,
         branch=0.05,
     ),
+    "agents": Shape(
+        prompt="lognormal:300:0.8",
+        output="lognormal:400:0.7",
+        system="uniform:10000:15000",
+        systems=6,
+        popularity=1.5,
+        longest=131_072,
+        turns=25,
+        message="lognormal:500:1.3",
+        think_s=180.0,
+        branch=0.01,
+        reasoning=0.6,
+        read=0.12,
+        tool_s=4.0,
+        subagents=0.04,
+        abandoned=0.25,
+    ),
 }
 """The parameters of each kind where nothing else is said."""
 
 KINDS = tuple(SHAPES)
-CLOSED_KINDS = ("chats", "conversation", "toolagent")
+CLOSED_KINDS = ("chats", "conversation", "toolagent", "agents")
 
 _LIMITS: dict[str, tuple[float, ...]] = {
     "systems": (0, 1000),
@@ -90,6 +119,8 @@ _LIMITS: dict[str, tuple[float, ...]] = {
     "turns": (1,),
     "branch": (0, 0.9),
     "think_s": (0,),
+    "tool_s": (0,),
+    **dict.fromkeys(("reasoning", "read", "subagents", "abandoned"), (0, 1)),
 }
 """The least and the most of a value; others are above 0."""
 
@@ -118,6 +149,7 @@ class SyntheticTrace:
 
     def __init__(self, kind: str, requests: int, rate: float, shape: Shape, seed: int) -> None:
         self.name = f"{kind}, {requests:,} requests at {rate:g}/s, seed {seed}"
+        self._kind = kind
         self._closed = kind in CLOSED_KINDS
         self.requests = requests
         self._rate = rate
@@ -139,18 +171,27 @@ class SyntheticTrace:
         for arrival in arrivals:
             if left == 0:
                 return
-            first, turns = maker.conversation(arrival, left)
+            make = maker.session if self._kind == "agents" else maker.conversation
+            first, turns = make(arrival, left)
             left -= turns
             yield first
 
     def _arrivals(self, rng: np.random.Generator) -> Iterator[float]:
         shape, rate = self._shape, self._rate
+        if self._kind == "agents":
+            return _poisson(rng, rate / _session_turns(shape))
         if self._closed:
             # A turn that branches has two continuations, so a conversation is longer than its mean depth.
             going_on = (1 - 1 / shape.turns) * (1 + shape.branch)
             turns = shape.turns if going_on >= 1 else 1 / (1 - going_on)
             return _poisson(rng, rate / turns)
         return _poisson(rng, rate)
+
+
+def _session_turns(shape: Shape) -> float:
+    """On average, with those of subagents."""
+    own = shape.turns * (1.2 - 0.7 * shape.abandoned)
+    return own * (1 + shape.subagents * own / 5)
 
 
 def _poisson(rng: np.random.Generator, rate: float) -> Iterator[float]:
@@ -199,6 +240,52 @@ class _RequestGenerator:
                     think = -math.log(1 - next(self._uniforms)) * shape.think_s
                     followers.append(self._turn(think, (*text, message), depth + 1))
         return TracedRequest(arrival, prompt, answer, tuple(followers))
+
+    def session(self, arrival: float, most: int) -> tuple[TracedRequest, int]:
+        """As `conversation`, of an agent."""
+        self._left = most
+        first = self._agent_turn(arrival, self._task(), self._session_length(), None)
+        return first, most - self._left
+
+    def _task(self) -> tuple[Span, ...]:
+        return tuple(part for span in self._opening() for part in (span, MESSAGE_END))
+
+    def _session_length(self) -> int:
+        shape = self._shape
+        share = next(self._uniforms)
+        times = share if next(self._uniforms) < shape.abandoned else 0.8 + 0.8 * share
+        return max(1, round(times * shape.turns))
+
+    def _agent_turn(
+        self, arrival: float, prompt: tuple[Span, ...], left: int, then: Callable[[], TracedRequest] | None
+    ) -> TracedRequest:
+        """A turn, with `left` of its session, itself included; `then` makes what goes on behind a subagent's last."""
+        self._left -= 1
+        shape = self._shape
+        ((first, count),) = answer = self._answer()
+        reasoning = min(count - 1, round(count * shape.reasoning))
+        text = (*prompt, (first + reasoning, count - reasoning), MESSAGE_END)
+        room = shape.longest - length(text) - 2
+
+        def go_on() -> TracedRequest:
+            result = self._source.take(min(next(self._messages), room))
+            return self._agent_turn(self._wait(), (*text, result, MESSAGE_END), left - 1, then)
+
+        followers: list[TracedRequest] = []
+        if left > 1 and room > 0:
+            for _ in range(1 + (next(self._uniforms) < shape.branch)):
+                if then is None and next(self._uniforms) < shape.subagents and self._left > 1:
+                    turns = max(1, self._session_length() // 5)
+                    followers.append(self._agent_turn(shape.tool_s, self._task(), turns, go_on))
+                elif self._left > 0:
+                    followers.append(go_on())
+        elif then is not None and self._left > 0:
+            followers.append(then())
+        return TracedRequest(arrival, prompt, answer, tuple(followers))
+
+    def _wait(self) -> float:
+        mean = self._shape.think_s if next(self._uniforms) < self._shape.read else self._shape.tool_s
+        return -math.log(1 - next(self._uniforms)) * mean
 
     def _opening(self) -> tuple[Span, ...]:
         own = self._source.take(next(self._prompts))

@@ -43,6 +43,8 @@ class Tally:
         self.turned_away = 0
         self.ends: Counter[str] = Counter()
         self.answer_tokens = 0
+        self.prompts_s = self.saved_s = 0.0
+        """What computing all prompts would have taken, and what was saved of that, because it was found."""
         self.last_end = 0.0
         self.first_arrival = math.inf
         self.ttft: array[float] = array("d")
@@ -59,6 +61,8 @@ class Tally:
     def take(self, record: RequestRecord, server: SimulatedServer) -> None:
         self.ends[record.reason] += 1
         self.answer_tokens += record.generated_tokens
+        self.prompts_s += server.cost.prompt(record.prompt_tokens)
+        self.saved_s += server.cost.prompt(record.cached_tokens)
         self.last_end = max(self.last_end, server.now)
         self.first_arrival = min(self.first_arrival, server.now - record.total_s)
         if record.error is None and record.ttft_s is not None:

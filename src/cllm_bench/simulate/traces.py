@@ -17,6 +17,9 @@ Text: TypeAlias = "tuple[Span, ...] | array[int]"
 
 TOKEN_IDS = 1 << 31
 
+MESSAGE_END = (TOKEN_IDS - 2, 1)
+"""The token that ends a message in every model's chat template: a span that all may have."""
+
 
 @dataclass(slots=True)
 class TracedRequest:
@@ -57,7 +60,7 @@ class TokenSource:
 
     def take(self, count: int) -> Span:
         # Ids are int32. After 2^31 tokens they begin again, which is of no consequence: what had them is long evicted.
-        if self._next + count > TOKEN_IDS:
+        if self._next + count > MESSAGE_END[0]:
             self._next = 0
         first = self._next
         self._next += count
