@@ -47,9 +47,11 @@ def budget_of(settings: Settings) -> StepBudget:
 
 
 def local_shape(settings: Settings, cost: CostModel) -> LocalShape | None:
-    if not cost.window:
+    if not cost.window and not cost.state_bytes:
         return None
-    return LocalShape(cost.window, -(-cost.window_bytes_per_token // cost.kv_bytes_per_token), settings.step_tokens)
+    state = -(-cost.state_bytes // (cost.kv_bytes_per_token * settings.block_size))
+    window = -(-cost.window_bytes_per_token // cost.kv_bytes_per_token) if cost.window else 0
+    return LocalShape(cost.window, window, settings.step_tokens, state)
 
 
 class SimulatedServer:
