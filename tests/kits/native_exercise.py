@@ -120,7 +120,7 @@ def states(*, quick: bool) -> None:
         for instruction_set in instruction_sets():
             engine = load(spec, weights, instruction_set=instruction_set, threads=1 + index % 3)
             for kv_type in KV_TYPES if not quick else KV_TYPES[index % 3 :][:1]:
-                rig = StateRig(spec, engine, kv_type=kv_type, cells=60)
+                rig = StateRig(spec, engine, kv_type=kv_type)
                 rig.run(tokens, cuts=[1, 30, 31])
                 mine, beside = rig.begin(20), rig.begin(20)
                 rig.step((mine, tokens[:17], 1), (beside, tokens[:3], 0))
