@@ -235,9 +235,14 @@ WITHOUT_STATES = [name for name, tiny in TINY.items() if ARCHITECTURES[tiny.arch
 """Those that an engine without recurrences can run."""
 
 
-def write_tiny(path: Path, tiny: TinyArchitecture, kind: GGMLQuantizationType = GGMLQuantizationType.F32) -> Path:
-    """`kind` is the type of its matrices."""
-    tensors, metadata = _tensors(path, tiny), tiny.metadata()
+def write_tiny(
+    path: Path,
+    tiny: TinyArchitecture,
+    kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    vocabulary: Mapping[str, Any] | None = None,
+) -> Path:
+    """`kind` is the type of its matrices, `vocabulary` the metadata of one."""
+    tensors, metadata = _tensors(path, tiny), tiny.metadata() | dict(vocabulary or {})
     writer = GGUFWriter(path, tiny.architecture)
     for key, value in metadata.items():
         add_value(writer, key, value)
