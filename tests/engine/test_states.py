@@ -12,6 +12,7 @@ from cllm.engine.request import Request
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.stepper import Stepper
 from cllm.kv.paged.state_tables import MOST_STATES
+from cllm.kv.pins import PinMark
 from engine_kit import make_request, reference
 from kv_kit import assert_states, paged
 
@@ -41,7 +42,7 @@ class Server:
             self.stepper.advance()
             assert self.stepper.steps < 2000
             self.kv.check()
-            assert self.kv.usage().groups[-1].used <= MOST_STATES * len(requests.running)
+            assert self.kv.usage().groups[-1].used <= MOST_STATES * len(requests.running) + self.kv.usage().pins
         assert_states(self.backend, self.kv)
 
     def ask(self, tokens: list[int], count: int = 8) -> tuple[list[int], int]:
@@ -151,6 +152,29 @@ def test_answers_outgrow_the_memory_and_are_what_they_are_alone() -> None:
     assert server.scheduler.requests.preemptions > 0
     for request in requests:
         assert request.sequences[0].tokens[len(request.prompt) :].tolist() == reference(request)
+
+
+def test_a_long_answer_is_gone_on_from_in_its_middle() -> None:
+    """By one that parts from it there, for example after it was edited."""
+    server, prompt = Server(), message(100)
+    answer, _ = server.ask(prompt, 1500)
+    _, computed = server.ask([*prompt, *answer[:1400], *message(20)], 1)
+    assert computed - 20 <= 1500 // 4 + BLOCK
+
+
+def test_what_an_answer_ends_with_can_be_pinned() -> None:
+    server, mark = Server(), PinMark(100)
+    request = make_request(message(70), SamplingParams(temperature=0, max_tokens=60, ignore_eos=True), pins=[mark])
+    server.scheduler.requests.add(request)
+    server.run()
+    assert mark.refusal is not None  # nothing was kept there
+    at_end = PinMark(128)
+    again = make_request(message(70), SamplingParams(temperature=0, max_tokens=60, ignore_eos=True), pins=[at_end])
+    server.scheduler.requests.add(again)
+    server.run()
+    assert at_end.refusal is None and at_end.pinned_tokens == 128
+    assert server.kv.usage().pinned == 128 // BLOCK + CELLS == server.kv.usage().referenced
+    assert server.kv.unpin(next(iter(server.kv.pins.all.by_id))) and server.kv.usage().referenced == 0
 
 
 def test_twins_share_a_state_until_they_part() -> None:

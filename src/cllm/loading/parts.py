@@ -185,8 +185,8 @@ def _step_budget(config: Config, backend: Backend) -> StepBudget:
 
 def _drafting(config: Config, backend: Backend) -> Drafting | None:
     settings = config.drafts
-    if not settings.enabled or backend.traits.most_drafts == 0:
-        return None
+    if not settings.enabled or backend.traits.most_drafts == 0 or backend.spec.recurrent:
+        return None  # a state cannot be rewound
     drafter = Drafter(
         max_tokens=settings.max_tokens,
         max_step_tokens=settings.max_step_tokens,

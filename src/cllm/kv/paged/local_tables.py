@@ -13,7 +13,7 @@ from cllm.kv.paged.block_table import BlockMatch, allocation_of
 from cllm.kv.paged.local import LocalMemory, LocalShape, LocalSnapshot
 from cllm.kv.paged.resizing import ArenaResizer
 from cllm.kv.paged.room import Room
-from cllm.kv.paged.snapshot_places import places_for_states
+from cllm.kv.paged.snapshot_places import further, places_for_states
 from cllm.kv.paged.state_tables import StateTables
 from cllm.kv.sequence import KVSequence
 
@@ -166,6 +166,8 @@ class LocalTables:
             self._keep(sequence, sequence.marks.pop() // size)
         if self.states.cells == 1:  # every place of a prefix may as well have one
             self._keep(sequence, computed // size)
+        elif self.states.cells and not sequence.marks:  # the prompt is computed
+            sequence.marks = [(computed // size + further(computed // size, self.states.cells)) * size]
         if table is None:
             return
         local = self._memory()

@@ -187,14 +187,19 @@ class PagedKVManager(KVManager):
 
     def release(self, sequence: KVSequence, *, keep: bool = True) -> None:
         if keep:
-            self.commit(sequence)
-            self.tables.keep_last_window(sequence)
+            self._commit_all(sequence)
             self.offload.to_disk.offer(sequence)
         self.tables.end(sequence)
+
+    def _commit_all(self, sequence: KVSequence) -> None:
+        """It is about to end."""
+        self.commit(sequence)
+        self.tables.keep_last_window(sequence)
 
     # -- pins, events, ranges ----------------------------------------------------------------------------------
 
     def pin(self, sequence: KVSequence, mark: PinMark) -> None:
+        self._commit_all(sequence)  # others may go on from there, and so may the pin
         self.pins.pin(sequence, mark)
 
     def unpin(self, name: str, space: bytes | None = None) -> bool:

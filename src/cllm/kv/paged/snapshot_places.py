@@ -1,10 +1,10 @@
-"""Where snapshots of states are taken while a prompt is computed.
+"""Where snapshots of states are taken.
 
 A step ends at every such place, and a state may take as much memory as the K/V of thousands of tokens, so there are
 few: those that others are most likely to go on from, and back from the end at distances that double, so that a prompt
 which differs from `x` tokens before the end on computes about twice that many at most.
 
-    prompt   0 ─────────●───────────────────●─────────●────●──●─●─● end
+    prompt   0 ─────────●───────────────────●─────────●────●──●─●─● end    answer ──────●───────── …
                         └──── doubling distances ────┘  └ the last messages
 """
 
@@ -32,3 +32,8 @@ def places_for_states(wanted: Iterable[int], likely: Iterable[int], computed: in
         chosen.add(message if place - message < distance // 2 else place)
         distance *= 2
     return {place for place in chosen if place > computed}
+
+
+def further(blocks: int, cells: int) -> int:
+    """How many blocks an answer goes on behind the first `blocks` until the next one is due."""
+    return max(LEAST_DISTANCE, cells, blocks // 4)
