@@ -12,6 +12,7 @@ from cllm.backends.fake import FakeBackend
 from cllm.kv.manager import KVManager
 from cllm.kv.ops import BlockGeometry, BlockOps
 from cllm.kv.paged.compaction import MovePlan, plan_fill, plan_lift, plan_slide
+from cllm.kv.paged.local import LocalShape
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.paged.upkeep import UpkeepSettings
 from kv_kit import BYTES_PER_TOKEN, ManagerMachine
@@ -27,10 +28,12 @@ class Clock:
 
 
 def elastic(
-    blocks: int = 48, *, extent: int = 4, idle_blocks: int = 8, ahead_blocks: int = 4, **options: Any
+    blocks: int = 48, *, extent: int = 4, idle_blocks: int = 8, ahead_blocks: int = 4, states: int = 0, **options: Any
 ) -> tuple[FakeBackend, PagedKVManager, Clock]:
-    """Blocks of 4 tokens; memory goes back after 10 s."""
-    backend, clock = FakeBackend(), Clock()
+    """Blocks of 4 tokens; memory goes back after 10 s. `states`: cells of a state."""
+    backend, clock = FakeBackend(states=states), Clock()
+    if states:
+        options["local"] = LocalShape(state=states)
     geometry = BlockGeometry(blocks, 4)
     backend.allocate(geometry)
     assert isinstance(backend.ops, BlockOps)

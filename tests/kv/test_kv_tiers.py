@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
+import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +125,25 @@ def test_a_snapshot_comes_back_with_its_prefix_or_neither_does(tmp_path: Path, l
         segment.write_bytes(content[:-4096] + bytes(4096))  # the last record: cells of the snapshot
     assert third.run([*LONG, 8]) == 0
     third.kv.check()
+
+
+@PARTIAL
+def test_a_server_that_died_while_it_wrote_leaves_whole_prefixes_or_none(
+    tmp_path: Path, layers: dict[str, int]
+) -> None:
+    """Wherever a file ends: what is found is right, and has all that is needed to go on."""
+    cache = Cache(tmp_path / "first", **layers)
+    cache.run(LONG)
+    cache.settle()
+    cache.store.close()
+    segments = sorted((tmp_path / "first").glob("*/*.kv"))
+    found = []
+    for number, tenths in product(range(len(segments)), range(11)):
+        shutil.copytree(tmp_path / "first", tmp_path / f"{number}-{tenths}")
+        segment = tmp_path / f"{number}-{tenths}" / segments[number].relative_to(tmp_path / "first")
+        os.truncate(segment, segment.stat().st_size * tenths // 10)
+        found.append(Cache(segment.parents[1], **layers).run([*LONG, 7]))
+    assert set(found) == {0, 40} and found.count(40) == len(segments)
 
 
 @PARTIAL

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -57,6 +57,7 @@ class LimitedMachine(UpkeepMachine):
         if sequence.num_computed == len(sequence.tokens):
             sequence.tokens.append(token)
         count = data.draw(st.integers(1, len(sequence.tokens) - sequence.num_computed))
+        count = sequence.until_stop(count, 4)
         if self.kv.grow(sequence, count):
             logits = compute(self.backend, self.kv, sequence, count)
             assert np.array_equal(logits, _computed_alone(sequence.tokens[: sequence.num_computed]))
@@ -175,6 +176,16 @@ class NarrowMachine(LimitedMachine):
 
 NarrowMachine.TestCase.settings = settings(max_examples=sampled(50), stateful_step_count=40, deadline=None)
 TestNarrow = NarrowMachine.TestCase
+
+
+class StatesMachine(LimitedMachine):
+    """A layer carries a state of two cells."""
+
+    options: ClassVar[dict[str, Any]] = {"compaction": "auto", "states": 2}
+
+
+StatesMachine.TestCase.settings = settings(max_examples=sampled(50), stateful_step_count=40, deadline=None)
+TestStates = StatesMachine.TestCase
 
 
 def manager(account: Account, blocks: int = 24, **options: Any) -> tuple[FakeBackend, PagedKVManager]:
