@@ -266,7 +266,7 @@ async def test_an_old_server_and_a_fresh_one_answer_the_same_questions_in_turn()
 
 def test_micro_and_router_measure_what_they_promise() -> None:
     for workload in (
-        Micro(running=(2, 3), prompt_tokens=40, steps=3, pool_blocks=64, tree_sequences=40, cache_blocks=(40, 80)),
+        Micro(running=(2, 3), prompt_tokens=40, steps=3, pool_blocks=64, tree_sequences=40, cache_blocks=(90, 120)),
         Router(replicas=3, blocks=2_000, prompt_blocks=40, system_blocks=8, systems=4, decisions=40),
     ):
         (run,) = asyncio.run(measured(workload, setup_for("")))

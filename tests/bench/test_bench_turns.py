@@ -13,10 +13,13 @@ import pytest
 from bench_kit import Events, TinyServer, bench, measured, serving
 from cllm_bench.errors import BenchError
 from cllm_bench.figures import OURS
+from cllm_bench.kernels.shapes import MIXES
+from cllm_bench.random_model import write
 from cllm_bench.servers import Server
 from cllm_bench.workloads import turns as turns_module
 from cllm_bench.workloads.base import Setup
 from cllm_bench.workloads.turns import CHAT, EDITED, NEXT, RESTARTED, STRIPPED, TURNS, USERS, Turns, chat_counter
+from layered_kit import TINY_SHAPES
 from thorough import slow
 
 SMALL = Turns(chat_tokens=400, message_tokens=40, answer_tokens=6, users=4, system_tokens=100, checks=len(CHAT) + 1)
@@ -142,3 +145,16 @@ def test_the_command_drives_cllm_through_a_restart(tmp_path: Path) -> None:
     rows = {row["key"]: row["ours"]["median"] for row in json.loads(file.read_text())["workloads"][0]["rows"]}
     assert rows["unequal"] == 0 and rows["checked"] == 5
     assert rows["restarted_computed"] < rows["first_computed"] / 2
+
+
+@slow
+def test_a_model_with_windows_computes_what_is_new_and_answers_as_without_a_cache(tmp_path: Path) -> None:
+    pytest.importorskip("cllm._native", reason="the extension is not built")
+    model = write(tmp_path / "tiny.gguf", TINY_SHAPES["gemma3"], MIXES["q8_0"], "tiny")
+    file = tmp_path / "turns.json"
+    sizes = ("--size", "message_tokens=200", "--size", "chat_tokens=1000", "--size", "users=3")
+    assert bench("turns", "--model", str(model), "--quick", *sizes, "--json", str(file)) == 0
+    (run,) = json.loads(file.read_text())["workloads"][0]["runs"]
+    metrics = run["metrics"]
+    assert metrics["unequal"] == 0 and metrics["checked"] == 5
+    assert all(0.9 < metrics[f"{turn.key}_over_new"] < 1.2 for turn in (*CHAT, USERS))

@@ -16,11 +16,11 @@ from cllm.text.tokenizer import load_tokenizer
 from cllm_bench import random_model
 from cllm_bench.errors import BenchError
 from cllm_bench.kernels import shapes
-from cllm_bench.kernels.layered import gemma3, gemma4, granite_hybrid, lfm2, qwen35
 from cllm_bench.kernels.shapes import MIXES, SHAPES, Mix, Shape, matrices, weight_bytes
 from cllm_bench.random_blocks import BLOCK_TYPES, fitting
 from cllm_bench.random_model import random_file, write
 from cllm_bench.random_vocabulary import SILENT
+from layered_kit import N_VOCAB, TINY_SHAPES
 
 TINY = Shape(n_layers=8, n_embd=256, n_heads=4, n_kv_heads=2, head_dim=64, n_ff=512, n_vocab=333).layered
 
@@ -127,34 +127,11 @@ def test_activations_keep_their_size_through_many_layers(tmp_path: Path) -> None
     assert 0.5 < logits[:, SILENT:].std() < 2
 
 
-LAYERED_TINY = {
-    "gemma3": gemma3(n_layers=7, n_embd=256, n_heads=2, n_kv_heads=1, n_ff=512, window=32, n_vocab=900),
-    "gemma4": gemma4(
-        n_layers=12,
-        n_embd=256,
-        n_heads=2,
-        n_kv_heads=1,
-        n_ff=512,
-        window=32,
-        shared=6,
-        per_layer=256,
-        n_vocab=900,
-    ),
-    "qwen35": qwen35(
-        n_layers=4, n_embd=256, n_heads=2, n_kv_heads=1, n_ff=512, key_heads=2, value_heads=4, n_vocab=900
-    ),
-    "lfm2": lfm2(n_embd=256, n_heads=4, n_kv_heads=2, n_ff=512, attends=[False, True, False], n_vocab=900),
-    "granitehybrid": granite_hybrid(
-        n_embd=256, n_heads=4, n_kv_heads=2, n_ff=512, attends=[False, True, False], ssm_heads=8, n_vocab=900
-    ),
-}
-
-
-@pytest.mark.parametrize("name", LAYERED_TINY)
+@pytest.mark.parametrize("name", TINY_SHAPES)
 def test_llama_cpp_loads_files_of_every_architecture_and_answers_with_words(name: str, tmp_path: Path) -> None:
     """It refuses a file that lacks a tensor, has one too many or one of another size."""
     llama = pytest.importorskip("cllm_bench.quality.llama", reason="xllamacpp is not installed")
-    file = write(tmp_path / f"{name}.gguf", LAYERED_TINY[name], MIXES["q4_k_m"], name)
+    file = write(tmp_path / f"{name}.gguf", TINY_SHAPES[name], MIXES["q4_k_m"], name)
     with llama.LlamaReference(file, context=256, threads=1) as engine:
         logits = engine.logits(list(range(SILENT, SILENT + 60)))
     assert np.isfinite(logits).all() and logits.std() > 0.1
@@ -167,7 +144,7 @@ def test_our_engine_loads_them_and_agrees(name: str, tmp_path: Path) -> None:
     llama = pytest.importorskip("cllm_bench.quality.llama", reason="xllamacpp is not installed")
     from step_kit import Rig
 
-    file = write(tmp_path / f"{name}.gguf", LAYERED_TINY[name], MIXES["q4_k_m"], name)
+    file = write(tmp_path / f"{name}.gguf", TINY_SHAPES[name], MIXES["q4_k_m"], name)
     tokens = list(range(SILENT, SILENT + 60))
     rig = Rig(file)
     ours = rig.all_logits(tokens, rig.table(len(tokens)))
@@ -177,7 +154,7 @@ def test_our_engine_loads_them_and_agrees(name: str, tmp_path: Path) -> None:
 
 
 def test_what_a_file_with_random_weights_answers_is_the_same_tokens_when_it_is_read_again(tmp_path: Path) -> None:
-    file = write(tmp_path / "x.gguf", LAYERED_TINY["gemma3"], MIXES["q4_k_m"], "x")
+    file = write(tmp_path / "x.gguf", TINY_SHAPES["gemma3"], MIXES["q4_k_m"], "x")
     tokenizer = load_tokenizer(GGUFModel.open(file))
-    answer = list(range(SILENT, 900, 7))
+    answer = list(range(SILENT, N_VOCAB, 7))
     assert tokenizer.encode(tokenizer.decode(answer)) == answer

@@ -11,6 +11,7 @@ from cllm_bench.workloads.cluster_latency import ClusterLatency
 from cllm_bench.workloads.cluster_losses import ClusterLosses
 from cllm_bench.workloads.drafts import Drafts
 from cllm_bench.workloads.hostile import Hostile
+from cllm_bench.workloads.kv_bytes import KvBytes
 from cllm_bench.workloads.memory_burst import MemoryBurst
 from cllm_bench.workloads.micro import Micro
 from cllm_bench.workloads.mixed import Mixed
@@ -39,6 +40,7 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
     "structured": (Structured(),),
     "overhead": (Overhead(),),
     "memory-burst": (MemoryBurst(),),
+    "kv-bytes": (KvBytes(),),
     "micro": (Micro(),),
     "router": (Router(),),
     "cluster-latency": (ClusterLatency(),),
@@ -50,12 +52,13 @@ WORKLOADS: dict[str, tuple[Workload, ...]] = {
 }
 
 LONG = (
-    "turns", "aged", "drafts", "structured", "hostile", "memory-burst",
+    "turns", "aged", "drafts", "structured", "hostile", "memory-burst", "kv-bytes",
     "cluster-latency", "cluster-hits", "cluster-losses", "torch", "torch-invariance", "torch-host",
 )  # fmt: skip
 """Too long for the short set, or in need of the extra `cluster` or a GPU."""
 ONCE = (
-    "turns", "aged", "hostile", "memory-burst", "cluster-hits", "cluster-losses", "torch-invariance", "torch-host",
+    "turns", "aged", "hostile", "memory-burst", "kv-bytes", "cluster-hits", "cluster-losses", "torch-invariance",
+    "torch-host",
 )  # fmt: skip
 """One pass is enough: it is long, or the sides take turns within it."""
 

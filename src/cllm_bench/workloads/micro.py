@@ -8,30 +8,27 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import Any
 from unittest.mock import patch
 
 from cllm.backends.base import Chunk, StepResult
 from cllm.backends.fake import FakeBackend
 from cllm.engine import results as results_module
-from cllm.engine.budget import StepBudget
-from cllm.engine.params import SamplingParams
-from cllm.engine.request import Terms, build_request
 from cllm.engine.sampling import choose
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.stepper import Stepper
-from cllm.engine.submission import Submission
-from cllm.kv.ops import BlockGeometry
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.paged.pool import BlockPool
 from cllm.kv.radix import RadixTree
 from cllm.kv.sequence import KVSequence
+from cllm_bench.administered import BLOCK_SIZE, VOCABULARY, add_request, open_scheduler, paged_cache
 from cllm_bench.figures import OURS, Figure, Metrics, Run, own
 from cllm_bench.workloads.base import LocalWorkload, Setup, busy_at_rest
 
-BLOCK_SIZE = 16
-VOCABULARY = 320
+WINDOW, LOCAL_LAYERS = 128, 4
+STATES = 8
+"""Blocks that a state is as large as."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +50,13 @@ class Micro(LocalWorkload):
     figures = (
         Figure("small_step_ms", "scheduler + KV per step, 32 running", "ms", limit=own(0.3)),
         Figure("large_step_ms", "scheduler + KV per step, 256 running", "ms", limit=own(2.0)),
+        Figure("window_step_ms", "the same, 32 running, layers with a window beside", "ms"),
+        Figure("state_step_ms", "the same, 32 running, layers with a state beside", "ms"),
         Figure("pool_blocks_per_s", "pool: allocate + free", "blocks/s", "higher", own(500_000)),
         Figure("small_admission_us", "admission into a full cache, 10,000 blocks", "us", limit=own(200.0)),
         Figure("large_admission_us", "admission into a full cache, 1,000,000 blocks", "us", limit=own(200.0)),
+        Figure("window_admission_us", "the same, 10,000 blocks, layers with a window beside", "us"),
+        Figure("state_admission_us", "the same, 10,000 blocks, layers with a state beside", "us"),
         Figure("tree_per_s", "tree: match + insert of 1,000 tokens", "/s", "higher", own(20_000)),
     )
 
@@ -75,40 +76,35 @@ class Micro(LocalWorkload):
         metrics: Metrics = {
             "small_step_ms": self.step_ms(small),
             "large_step_ms": self.step_ms(large),
+            "window_step_ms": self.step_ms(small, window=WINDOW),
+            "state_step_ms": self.step_ms(small, states=STATES),
             "pool_blocks_per_s": self.pool_blocks_per_s(),
             "small_admission_us": self.admission_us(small_cache),
             "large_admission_us": self.admission_us(large_cache),
+            "window_admission_us": self.admission_us(small_cache, window=WINDOW),
+            "state_admission_us": self.admission_us(small_cache, states=STATES),
             "tree_per_s": self.tree_per_s(),
         }
         return [Run(OURS, repeat, metrics, facts)]
 
-    def step_ms(self, running: int) -> float:
+    def step_ms(self, running: int, *, window: int = 0, states: int = 0) -> float:
         """Median milliseconds that a step of `running` decoding sequences takes beside backend and sampling."""
         per_sequence = -(-(self.prompt_tokens + self.steps + BLOCK_SIZE) // BLOCK_SIZE)
-        geometry = BlockGeometry(2 * running * per_sequence, BLOCK_SIZE)
-        with _TimedBackend(vocab_size=VOCABULARY) as backend, _timed_sampling() as sampling:
-            backend.allocate(geometry)
-            kv = PagedKVManager(backend.ops, geometry, bytes_per_token=4)  # type: ignore[arg-type]
-            budget = StepBudget(inter_token_s=1.0, max_gap_s=1.0, prompt_only_s=1.0, max_tokens=1 << 16)
-            scheduler = Scheduler(kv, budget, max_running=running)
+        backend = _TimedBackend(vocab_size=VOCABULARY, window=window, local_layers=LOCAL_LAYERS, states=states)
+        cells = 1 + LOCAL_LAYERS * bool(window) + states
+        with backend, _timed_sampling() as sampling:
+            kv = paged_cache(backend, 2 * running * per_sequence * cells)
+            scheduler = open_scheduler(kv, running=running, step_tokens=1 << 16)
             stepper = Stepper(backend, scheduler, timer=perf_counter)
-            self._add_requests(scheduler, running)
+            draw = random.Random(running)
+            for index in range(running):
+                prompt = [draw.randrange(VOCABULARY) for _ in range(self.prompt_tokens)]
+                add_request(scheduler, f"request-{index}", prompt)
             while len(scheduler.requests.waiting) or any(
                 sequence.remaining > 1 for sequence in scheduler.requests.running
             ):
                 _bookkeeping_s(stepper, scheduler, backend, sampling)
             return median(_bookkeeping_s(stepper, scheduler, backend, sampling) for _ in range(self.steps)) * 1e3
-
-    def _add_requests(self, scheduler: Scheduler, count: int) -> None:
-        draw = random.Random(count)
-        params = SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True)
-        for index in range(count):
-            prompt = [draw.randrange(VOCABULARY) for _ in range(self.prompt_tokens)]
-            scheduler.requests.add(
-                build_request(
-                    Submission(prompt, params, f"request-{index}"), Terms(1 << 16, VOCABULARY), arrival=monotonic()
-                )
-            )
 
     def pool_blocks_per_s(self) -> float:
         """Sequences grow in turn by one block each until the pool is full, then end one by one."""
@@ -122,15 +118,16 @@ class Micro(LocalWorkload):
             pool.release(table)
         return self.pool_blocks / (perf_counter() - start)
 
-    def admission_us(self, blocks: int) -> float:
+    def admission_us(self, blocks: int, *, window: int = 0, states: int = 0) -> float:
         """Median microseconds that a prompt's admission takes where every block is cached and others must go."""
-        geometry = BlockGeometry(blocks, BLOCK_SIZE)
-        with FakeBackend(vocab_size=VOCABULARY) as backend:
-            backend.allocate(BlockGeometry(1, BLOCK_SIZE))  # nothing is computed, only administered
-            kv = PagedKVManager(backend.ops, geometry, bytes_per_token=4)  # type: ignore[arg-type]
+        backend = FakeBackend(vocab_size=VOCABULARY, window=window, local_layers=LOCAL_LAYERS, states=states)
+        with backend:
+            kv = paged_cache(backend, blocks, allocated=False)  # nothing is computed, only administered
             draw = random.Random(blocks)
-            while kv.usage().free:
-                length = min(draw.randrange(1, self.held_tokens), kv.usage().free * BLOCK_SIZE)
+            while kv.usage().free and not kv.usage().evictions:
+                length = draw.randrange(1, min(self.held_tokens, kv.max_tokens))
+                if not (window or states):
+                    length = min(length, kv.usage().free * BLOCK_SIZE)
                 _admission_s(kv, KVSequence(array("i", draw.randbytes(4 * length))))
             prompts = (array("i", draw.randbytes(4 * self.prompt_tokens)) for _ in range(self.admissions))
             return median(_admission_s(kv, KVSequence(prompt)) for prompt in prompts) * 1e6
@@ -164,9 +161,6 @@ class _TimedBackend(FakeBackend):
         result = super().collect(chunks)
         self.seconds += perf_counter() - start
         return result
-
-    def __enter__(self) -> _TimedBackend:
-        return self
 
 
 class _Sampling:
