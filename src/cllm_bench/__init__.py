@@ -7,7 +7,8 @@ kernels/       engines without a server, each in a process of its own
 torch_gpu/     the torch engine on a GPU, with random weights
 simulate/      `cllm simulate`: the real scheduler and cache on a cost model
 drafts/        texts that repeat themselves, and some that do not
-random_model.py  GGUF files of real shapes with random weights (random_blocks.py)
+random_model.py  GGUF files of real shapes with random weights (random_blocks.py, random_vocabulary.py)
+administered.py  a paged cache without a model: bookkeeping alone
 quality/       how far an engine's predictions are from those of another
 client.py      a light streaming client: asks, and writes down when text arrived (http.py, load.py)
 servers.py     starts and stops what is measured, one at a time

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +15,7 @@ from cllm.machine import default_threads, read_cpus
 from cllm.observe.json_option import JsonOption, only_json
 from cllm_bench.errors import BenchError
 from cllm_bench.kernels.cli import kernels
+from cllm_bench.kernels.shapes import DEFAULT_MIX, SHAPES
 from cllm_bench.machine import describe_machine
 from cllm_bench.options import Model, Quick, ReportDir, Threads
 from cllm_bench.pages.extras import check_extra
@@ -70,6 +72,10 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="A setting of cLLM, as in `cllm serve`; may be repeated."),
 ]
+Shape = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help=f"Random weights as {DEFAULT_MIX} instead of a model: {', '.join(SHAPES)}."),
+]
 Size = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME=VALUE,…", help="A size of the workload; several values make a sweep. May be repeated."),
@@ -84,6 +90,7 @@ def _add_command(name: str, help_text: str) -> None:
         against: Against = None,
         repeats: Repeats = None,
         model: Model = "smollm2",
+        shape: Shape = None,
         threads: Threads = None,
         backend: Backend = "auto",
         assignments: Set = None,
@@ -94,6 +101,10 @@ def _add_command(name: str, help_text: str) -> None:
     ) -> None:
         check_extra("scipy", "cllm bench")
         workloads = _choose(name, driven=url is not None, quick=quick, sizes=size or ())
+        if shape is not None:
+            from cllm_bench.random_model import random_file
+
+            model = str(random_file(shape, DEFAULT_MIX, partial(print, file=sys.stderr, flush=True)))
         setup = make_setup(
             workloads,
             model=model,

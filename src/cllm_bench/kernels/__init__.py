@@ -10,4 +10,5 @@ genai.py       OpenVINO GenAI    }
 limits.py      what the machine can do at most
 requantise.py  the model as Q4_0, for llama.cpp
 shapes.py      random weights of real shapes, for machines without model files
+layered.py     shapes of models whose layers differ
 """
