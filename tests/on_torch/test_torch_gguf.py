@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from architecture_kit import TINY, WITHOUT_STATES, write_tiny
+from architecture_kit import TINY, write_tiny
 from cllm.backends.torch.backend import TorchBackend
 from cllm.backends.torch.batch import make_batch
 from cllm.backends.torch.sources import open_source, spec_of, unsupported
-from cllm.kv.ops import BlockGeometry
 from cllm.models.gguf import GGUFModel
 from cllm.models.registry import resolve
 from cllm.text.tokenizer import load_tokenizer
 from cllm_bench.quality.texts import TEXT
+from group_kit import GroupedSteps
 from native_kit import write_model
 from plain_model import PlainModel
 from step_kit import Rig, random_tokens
-from torch_kit import BLOCK, Floats, chunk, table
+from torch_kit import BLOCK, Floats
 
 TOKENS = random_tokens(300, 70)
 
@@ -30,9 +30,9 @@ def logits_of_all(path: Path, tokens: list[int]) -> Floats:
     """Of every position, in one step."""
     with TorchBackend(GGUFModel.open(path), device="cpu", kv_type="f32", threads=2) as backend:
         assert isinstance(backend, TorchBackend)
-        backend.allocate(BlockGeometry(-(-len(tokens) // BLOCK), BLOCK))
+        steps = GroupedSteps(backend)
         context = backend._worker.context
-        batch = make_batch([chunk(tokens, 0, table(len(tokens)))], BLOCK, torch.device("cpu"))
+        batch = make_batch([steps.chunk(steps.begin(len(tokens)), tokens)], BLOCK, torch.device("cpu"), steps.layout)
         with torch.inference_mode():
             every = replace(batch, wanted=torch.arange(len(tokens)))
             found: Floats = context.model.forward(every, context.arena).numpy()
@@ -67,7 +67,7 @@ def test_small_models_are_what_native_computes(options: dict[str, object], tmp_p
     assert (found.argmax(1) == expected.argmax(1)).mean() > (0.8 if rounded else 0.97)
 
 
-@pytest.mark.parametrize("name", WITHOUT_STATES)
+@pytest.mark.parametrize("name", TINY)
 def test_every_architecture_is_what_its_description_says(name: str, tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "tiny.gguf", TINY[name])
     tokens = [token % 97 for token in TOKENS[:70]]

@@ -20,8 +20,6 @@ from cllm.models.spec import DeltaNetSpec, Mamba2Spec, RecurrenceSpec, ShortConv
 
 Rule = Callable[..., Tensor]
 """Brings states, [rows, heads, values, keys], up to date with one token of each row, and says what that gives."""
-_LENGTH_EPS = 1e-6
-"""Added to the squared lengths of the delta rule's queries and keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +95,7 @@ def _delta_net(
     mixed, gate, rate, step = given.split([spec.conv_size, spec.v_size, heads, heads], dim=1)
     mixed = functional.silu(_convolve(mixed, recurrence, turns, carried))
     q, k, v = mixed.split([spec.k_size, spec.k_size, spec.v_size], dim=1)
-    q, k = (_unit(part.unflatten(1, (spec.n_k_heads, -1))) for part in (q, k))
+    q, k = (_unit(part.unflatten(1, (spec.n_k_heads, -1)), recurrence.eps) for part in (q, k))
     numbers = torch.arange(heads, device=given.device)
     own = numbers % spec.n_k_heads if spec.tiled else numbers // (heads // spec.n_k_heads)
     q, k, v = (q * spec.head_dim_k**-0.5)[:, own], k[:, own], v.unflatten(1, (heads, -1))
@@ -145,8 +143,8 @@ def _convolve(x: Tensor, recurrence: Recurrence, turns: Turns | None, carried: _
     return out if recurrence.conv_bias is None else out + recurrence.conv_bias
 
 
-def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _LENGTH_EPS)
+def _unit(x: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
 
 
 def _normed(x: Tensor, eps: float) -> Tensor:

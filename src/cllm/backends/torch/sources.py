@@ -12,7 +12,7 @@ import torch
 from cllm.backends.torch.weights import WeightSource
 from cllm.errors import ModelError
 from cllm.models.dequantise import DEQUANTISED, dequantised_rows
-from cllm.models.features import FEATURES, STATES, features_of
+from cllm.models.features import FEATURES
 from cllm.models.gguf import GGUFModel, TensorFile
 from cllm.models.gguf_decoder import decoder_spec, unsupported_reason
 from cllm.models.gguf_decoder import stored_tensors as tensors_of_gguf
@@ -23,7 +23,6 @@ from cllm.models.spec import ModelSpec
 from cllm.models.tensors import TensorSpec
 from cllm.models.unchanged_file import UnchangedFile
 
-_FEATURES = frozenset(FEATURES) - STATES - {"gated attention", "ungated feed-forward", "layers of one part"}
 _PIECE_BYTES = 16 << 20
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -32,11 +31,8 @@ def unsupported(model: GGUFModel | HFModel) -> str | None:
     """Why torch cannot run this model, as one clause; None if it can, unless its files are damaged."""
     if isinstance(model, HFModel):
         wrong = next((name for name, tensor in model.tensors.items() if tensor.dtype not in _DTYPES), None)
-        if wrong is not None:
-            return f"its tensor {wrong} is of type {model.tensors[wrong].dtype}"
-        missing = [name for name in features_of(model.spec) if name not in _FEATURES]
-        return f"it needs what is not supported: {', '.join(missing)}" if missing else None
-    return unsupported_reason(model, DEQUANTISED, _FEATURES)
+        return None if wrong is None else f"its tensor {wrong} is of type {model.tensors[wrong].dtype}"
+    return unsupported_reason(model, DEQUANTISED, FEATURES)
 
 
 def spec_of(model: GGUFModel | HFModel) -> ModelSpec:
