@@ -48,6 +48,11 @@ class GroupedSteps:
     def begin(self, length: int) -> Held:
         return Held(self.take(-(-length // BLOCK)))
 
+    def go_on(self, sequence: Held, length: int) -> Held:
+        """A twin that has what is computed, which ends with a block, and room for a text of its own."""
+        shared = sequence.blocks[: sequence.done // BLOCK]
+        return Held(shared + self.take(-(-length // BLOCK) - len(shared)), sequence.state.current, sequence.done)
+
     def take(self, count: int) -> list[int]:
         return [self.free.pop() for _ in range(count)]
 
@@ -55,7 +60,22 @@ class GroupedSteps:
         self.data[list(cells)] = NO_NUMBER
         self.free[:0] = cells
 
-    def step(self, *parts: tuple[Held, Sequence[int]], keep: Sequence[LocalBlock] = ()) -> NDArray[np.float32]:
+    def run(self, tokens: Sequence[int], size: int) -> NDArray[np.float32]:
+        """The logits of the last token of a text that is computed in chunks."""
+        sequence = self.begin(len(tokens))
+        for start in range(0, len(tokens), size):
+            rows = self.step((sequence, tokens[start : start + size]))
+        self.end(sequence)
+        return rows[0]
+
+    def end(self, sequence: Held) -> None:
+        self.give_back(sequence.blocks)
+        if sequence.state.current is not None:
+            self.give_back(sequence.state.current.cells)
+        for block in sequence.local.blocks:
+            self.give_back(block.cells)
+
+    def step(self, *parts: tuple[Held, Sequence[int]], keep: Sequence[LocalBlock | None] = ()) -> NDArray[np.float32]:
         """The logits of each one's last token. States in `keep` are snapshots: others are given back."""
         chunks = [self.chunk(sequence, tokens) for sequence, tokens in parts]
         rows = rows_of(self.backend, chunks).copy()
