@@ -111,7 +111,7 @@ def _check_quantised(fields: Fields) -> None:
 
 
 def _read_hybrid(fields: Fields, architecture: HFArchitecture) -> tuple[LayerSpec, ...]:
-    """Those of a model some of whose layers carry a state. Equal ones are one object."""
+    """Layers of a model some of which carry a state. Equal ones are one object."""
     parts = read_parts(fields, architecture)
     turns = architecture.unturned == "" or fields.values.get("position_embedding_type") == "rope"
     attention, recurrence, feed_forward = None, None, None
