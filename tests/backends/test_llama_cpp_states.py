@@ -137,6 +137,23 @@ def test_states_are_put_back_and_moved_to_the_bit(write: Callable[[str], Path], 
 
 
 @pytest.mark.parametrize("architecture", SHAPES)
+def test_logits_are_the_same_beside_other_sequences(write: Callable[[str], Path], architecture: str) -> None:
+    def opened_backend() -> LlamaCppBackend:
+        backend = made(write(architecture))
+        backend.allocate(SlotGeometry(3, 256))
+        return backend
+
+    ours = [Chunk(TOKENS[:50], 0, 1, 0), Chunk(TOKENS[50:51], 50, 1, 0), Chunk(TOKENS[51:60], 51, 1, 0)]
+    others = [Chunk(TOKENS[60:70], 0, 1, 1), Chunk(TOKENS[70:100], 10, 1, 1), Chunk(TOKENS[100:101], 40, 1, 1)]
+    with opened_backend() as backend:
+        alone = [rows_of(backend, [chunk])[0].copy() for chunk in ours]
+    with opened_backend() as backend:
+        rows_of(backend, [Chunk(TOKENS[1:30], 0, 1, 2)])
+        together = [rows_of(backend, [other, chunk])[1].copy() for chunk, other in zip(ours, others, strict=True)]
+    assert np.allclose(together, alone, atol=1e-3)
+
+
+@pytest.mark.parametrize("architecture", SHAPES)
 def test_answers_are_those_of_a_fresh_server_and_only_what_is_new_is_computed(
     write: Callable[[str], Path], computed: list[int], architecture: str
 ) -> None:
@@ -196,6 +213,18 @@ def test_what_was_on_disk_goes_on_after_a_restart(
             restarted = answer(llm, asked)
             assert restarted.token_ids == tokens
             assert sum(computed) - rows(restarted) == len(asked) - restarted.cached_tokens <= at_most + 4
+
+
+def test_boundaries_count_where_answers_go_on_behind_them(write: Callable[[str], Path]) -> None:
+    past_the_end = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with opened(write("lfm2")) as llm:
+        llm.generate([SYSTEM + USER + ANSWERS], past_the_end, progress=False)
+        (edited,) = llm.generate([SYSTEM + OTHER + ANSWERS], past_the_end, progress=False)
+        report = llm.kv()
+    assert edited.cached_tokens == 200
+    assert report["details"]["states"]["used"] == 1
+    (state,) = [group for group in report["groups"] if group["kind"] == "state"]
+    assert state["evictable"] >= report["details"]["states"]["snapshots"] > 1 and state["block_bytes"] > 0
 
 
 def test_prompts_are_scored_and_embedded(write: Callable[[str], Path]) -> None:

@@ -61,6 +61,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "nemotron_h": _WIDE | {"attention.head_count_kv": [0, 1, 0, 0], "feed_forward_length": [0, 0, 0, 96]},
     "falcon-h1": _WIDE,
     "jamba": _WIDE | _THIRD | {"ssm.group_count": 0, "ssm.time_step_rank": 8, "attention.head_count": [2, 2, 2, 2]},
+    "plamo2": {
+        "embedding_length": 128, "block_count": 2, "attention.head_count": [2, 0], "attention.head_count_kv": [2, 0],
+        "attention.key_length": 64, "attention.value_length": 64, "rope.dimension_count": 64,
+        "ssm.conv_kernel": 4, "ssm.inner_size": 256, "ssm.state_size": 64, "ssm.time_step_rank": 2,
+        "ssm.group_count": 0,
+    },
     "mamba": _WITHOUT | _WIDE | {"ssm.time_step_rank": 8, "ssm.group_count": 0},
     "mamba2": _WITHOUT | _WIDE,
     "rwkv6": _WITHOUT | _RWKV,

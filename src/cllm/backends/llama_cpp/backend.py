@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,11 @@ from cllm.kv.sizing import CPU_KV_TYPES
 
 log = logging.getLogger("cllm.llama_cpp")
 
+MOST_ROUNDING = 0.25
+"""By how much rounding may change logits, as a part of their spread; a mistake changes them by more than all of it."""
+_TRIED = array("i", [0, 1, 2, 3])
+"""Tokens that every vocabulary has."""
+
 
 class LlamaCppBackend(Backend):
     traits = BackendTraits(
@@ -67,6 +73,8 @@ class LlamaCppBackend(Backend):
         """Without `drafts` no memory is reserved for their rows of logits. `whole_windows`: layers with a sliding
         window keep all positions, as rolling windows need it."""
         self._whole_windows = whole_windows
+        self._prompts_apart = False
+        """Whether prompts of several sequences must not be in one batch."""
         self.batch_splits = 0
         """Passes over the weights beyond the first one of each step."""
         self._model: Any = None
@@ -97,9 +105,10 @@ class LlamaCppBackend(Backend):
         """Whether a state can be put back exactly depends on the model and on the version of llama.cpp; how large it is
         for certain, only llama.cpp knows."""
         self.traits = replace(self.traits, most_drafts=0)
-        context = self._make_context(SlotGeometry(1, 256), n_batch=1)
+        context = self._make_context(SlotGeometry(2, 256), n_batch=2 * len(_TRIED))
         ops, token = LlamaSlotOps(context), array("i", [0])
         try:
+            self._prompts_apart = self._mixes_up(context, ops)
             context.decode([Chunk(token, 0, False, 0)])
             snapshot = ops.snapshot(0)
             expected = context.decode([Chunk(token, 1, True, 0)]).copy()
@@ -115,7 +124,24 @@ class LlamaCppBackend(Backend):
                 f"llama.cpp cannot put the state of {self.spec.architecture} models back ({reason}), so every prompt "
                 "would be computed from its beginning; use another model"
             )
+        if self._prompts_apart:
+            log.warning(
+                "this version of llama.cpp computes prompts of %s models wrongly if several are in one batch: they are "
+                "computed one after another",
+                self.spec.architecture,
+            )
         self.spec = with_state_bytes(self.spec, snapshot.nbytes)
+
+    @staticmethod
+    def _mixes_up(context: Context, ops: LlamaSlotOps) -> bool:
+        """Whether a prompt has other logits beside another one, by more than rounding does. Leaves the slots empty."""
+        first, second = Chunk(_TRIED, 0, True, 0), Chunk(_TRIED[::-1], 0, True, 1)
+        alone = context.decode([first]).copy()
+        ops.remove(0, 0)
+        difference = np.abs(context.decode([first, second])[:1] - alone).max()
+        for slot in range(2):
+            ops.remove(slot, 0)
+        return bool(difference > MOST_ROUNDING * alone.std())
 
     def allocate(self, geometry: Geometry) -> None:
         if not isinstance(geometry, SlotGeometry):
@@ -175,7 +201,7 @@ class LlamaCppBackend(Backend):
         ordered = sorted(chunks, key=attrgetter("slot"))
         self._check_chunks(ordered, context)
         wanting = [chunk.slot for chunk in chunks for _ in range(chunk.wanted_logits)]
-        batches = cut(ordered, context.n_batch)
+        batches = [batch for part in self._together(ordered) for batch in cut(part, context.n_batch)]
         self.batch_splits += sum(count_passes(batch, context.n_ubatch) for batch in batches) - 1
         if len(batches) == 1 and wanting == sorted(wanting):
             return context.decode(batches[0])
@@ -187,6 +213,12 @@ class LlamaCppBackend(Backend):
             rows[place[done : done + len(logits)]] = logits
             done += len(logits)
         return rows
+
+    def _together(self, ordered: list[Chunk]) -> list[list[Chunk]]:
+        """Chunks that may be in one batch, order kept."""
+        if not self._prompts_apart:
+            return [ordered]
+        return [list(part) for _, part in groupby(ordered, lambda chunk: chunk.slot if len(chunk.tokens) > 1 else None)]
 
     def _read_prompts(self, chunks: Sequence[Chunk]) -> StepResult:
         """Chunks that ask for more are computed in parts of as many tokens as there may be rows: those to be scored one

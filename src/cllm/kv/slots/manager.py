@@ -47,7 +47,7 @@ from cllm.kv.slots.states import SlotStates
 from cllm.kv.slots.view import number_of, slots_view
 from cllm.kv.tiers.disk_tier import DiskTier
 from cllm.kv.tiers.tiers import Tiers
-from cllm.kv.usage import KVUsage
+from cllm.kv.usage import GroupUsage, KVUsage
 from cllm.kv.view import KVView
 
 
@@ -379,7 +379,15 @@ class SlotKVManager(KVManager):
             pins_refused=places.pins.refused,
             blocks_stored=places.events.blocks_stored,
             blocks_removed=places.events.blocks_removed,
+            groups=self._groups(len(running)),
         )
+
+    def _groups(self, running: int) -> tuple[GroupUsage, ...]:
+        if self.states is None:
+            return ()
+        places = self.places
+        held = len(places.held_in_slots()) + len(places.store) + len(places.pins) + len(places.snapshots)
+        return (GroupUsage("state", places.state_bytes, running, held),)
 
     def details(self) -> dict[str, Any]:
         places = self.places
