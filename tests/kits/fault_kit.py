@@ -52,7 +52,7 @@ KV_CALLS = (
 OPS_CALLS = (
     "copy_blocks", "move_blocks", "release_pages", "prepare_pages", "resident_bytes",
     "length", "shortest", "shortest_saved", "remove", "copy",
-    "save", "load", "resize", "shift", "no_room", "read_blocks", "landing", "land",
+    "save", "load", "snapshot", "restore", "resize", "shift", "no_room", "read_blocks", "landing", "land",
 )  # fmt: skip
 BACKEND_CALLS = ("collect", "rebuild", "abort")
 AHEAD_CALLS = ("submit", "collect", "rebuild", "abort")

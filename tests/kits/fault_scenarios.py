@@ -22,6 +22,7 @@ from cllm.kv.window import Window
 from engine_kit import make_request, reference
 from fault_kit import Clock, Machine, Rig, Scenario
 from pipelined_backend import PipelinedFake
+from state_slots_kit import state_slots
 
 
 def paged(blocks: int = 48, backend: FakeBackend | None = None, local: LocalShape | None = None) -> Machine:
@@ -64,6 +65,13 @@ def slots_on_demand(count: int = 4) -> Machine:
     settings = {"store_bytes": 2 * most_bytes(96, 8), "release_after_s": 1.0, "idle_bytes": 96 * 8 + 300}
     kv = SlotKVManager(backend.ops, geometry, bytes_per_token=8, clock=clock, **settings)
     return Machine(backend, kv, expected, max_running=count, clock=clock)
+
+
+def slots_with_states(count: int = 3) -> Machine:
+    """With room to keep a few states: they cannot be rewound."""
+    backend, kv = state_slots(count, 96, store_sequences=2)
+    kv.places.snapshots.apart = 4
+    return Machine(backend, kv, expected, max_running=count)
 
 
 def expected(request: Request, index: int) -> list[int]:
@@ -303,6 +311,8 @@ STATE_CELLS = 2
 
 
 def make_fake(layout: str, scenario: Scenario) -> Machine:
+    if layout == "slots with states":
+        return slots_with_states(2 if scenario is shared_prefixes else 3)
     if layout == "slots on demand":
         return slots_on_demand()
     if layout == "slots":
@@ -317,4 +327,5 @@ def make_fake(layout: str, scenario: Scenario) -> Machine:
 CASES = [(layout, scenario) for layout in ("paged", "slots", "states") for scenario in SCENARIOS] + [
     ("slots", wrong_positions),
     *(("slots on demand", scenario) for scenario in (bursts, shared_prefixes, forks, rebuilds)),
+    *(("slots with states", scenario) for scenario in (mixed_prompts, shared_prefixes, forks, cancels, rebuilds)),
 ]
