@@ -2,7 +2,7 @@
 
 A step ends at every such place, and a state may take as much memory as the K/V of thousands of tokens, so there are
 few: those that others are most likely to go on from, and back from the end at distances that double, so that a prompt
-which differs from `x` tokens before the end on computes about twice that many at most.
+which differs from `x` tokens before the end on computes at most twice as many before them again.
 
     prompt   0 ─────────●───────────────────●─────────●────●──●─●─● end    answer ──────●───────── …
                         └──── doubling distances ────┘  └ the last messages
@@ -23,7 +23,8 @@ LEAST_DISTANCE = 16
 def places_for_states(wanted: Iterable[int], likely: Iterable[int], computed: int, end: int, cells: int) -> set[int]:
     """Numbers of blocks between `computed` and `end`, the prompt's. `wanted`: kept for certain; `likely`: ends of
     messages; `cells`: of a state, each as large as a block of K/V."""
-    messages = sorted({place for place in likely if computed < place <= end})
+    # The end itself is hardly behind the last message.
+    messages = sorted({place for place in likely if computed < place < end - 1})
     chosen = {place for place in (*wanted, end, *messages[-LAST_PLACES:]) if computed < place <= end}
     distance = max(LEAST_DISTANCE, cells)
     while (place := end - distance) > computed:
