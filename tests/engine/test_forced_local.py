@@ -9,7 +9,8 @@ from cllm.engine.budget import StepBudget
 from cllm.engine.params import SamplingParams
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.stepper import Stepper
-from kv_kit import paged
+from cllm.kv.paged.manager import PagedKVManager
+from kv_kit import assert_states, paged
 from pipelined_backend import PipelinedFake
 from structured_kit import alone, by_schema, constrained
 
@@ -28,7 +29,17 @@ RECORD = by_schema(
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("blocks", [72, 82, 300])
 def test_more_forced_tokens_than_there_is_ever_room_for(kind: type[FakeBackend], n: int, blocks: int) -> None:
-    backend, kv = paged(blocks, window=5, ahead=8, kind=kind)
+    answer_in_parts(*paged(blocks, window=5, ahead=8, kind=kind), n)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("blocks", [92, 110, 300])
+@pytest.mark.parametrize("window", [0, 5])
+def test_steps_of_forced_tokens_end_where_a_state_is_due(window: int, n: int, blocks: int) -> None:
+    answer_in_parts(*paged(blocks, window=window, ahead=8, states=2), n)
+
+
+def answer_in_parts(backend: FakeBackend, kv: PagedKVManager, n: int) -> None:
     budget = StepBudget(inter_token_s=0.1, max_gap_s=0.25, prompt_only_s=0.5, max_tokens=32)
     scheduler = Scheduler(kv, budget, max_running=4)
     stepper = Stepper(backend, scheduler, timer=lambda: 0.0)
@@ -37,6 +48,10 @@ def test_more_forced_tokens_than_there_is_ever_room_for(kind: type[FakeBackend],
     while scheduler.requests.has_work or stepper.under_way:
         stepper.advance()
         kv.check()
+        assert_states(backend, kv)
+        for sequence in scheduler.requests.running:
+            states, whole = sequence.state, sequence.num_computed - sequence.num_computed % kv.unit_tokens
+            assert states is None or whole in (0, states.computed, states.last_computed)
         assert stepper.steps < 60 and scheduler.requests.preemptions < 5
     outputs = scheduler.requests.take_outputs()
     for answer in range(n):

@@ -18,7 +18,7 @@ from cllm.backends.fake import FakeBackend
 from cllm.errors import BackendError
 from cllm.kv.manager import CHECK_SLICE, KVManager, PositionMismatchError
 from cllm.kv.ops import SlotOps
-from cllm.kv.sequence import KVSequence
+from cllm.kv.sequence import STATE_BLOCKS, KVSequence
 from cllm.kv.slots.manager import SlotKVManager
 from cllm.kv.view import FREE
 from kv_kit import (
@@ -136,11 +136,14 @@ class StateMachine(LocalMachine):
 
     @invariant()
     def the_state_at_the_end_of_the_last_block_is_known(self) -> None:
-        """So that a sequence that is preempted loses no more than a block."""
+        """So that a sequence that is preempted loses no more than a block, or in the middle of a prompt a few."""
+        size = self.kv.unit_tokens
         for sequence in self.live:
             assert sequence.state is not None
-            whole = sequence.num_computed - sequence.num_computed % self.kv.unit_tokens
-            assert whole in (0, sequence.state.computed, sequence.state.last_computed)
+            known = sequence.state.known_at_end(size)
+            in_prompt = bool(sequence.marks) and sequence.marks[-1] <= len(sequence.tokens)
+            assert known <= sequence.num_computed < known + (STATE_BLOCKS if in_prompt else 1) * size
+            assert not known or self.kv.tables.local.states.known_at(sequence, known) is not None  # type: ignore[union-attr]
 
 
 class LocalStateMachine(StateMachine):

@@ -237,6 +237,10 @@ class StateTable:
     def write(self) -> list[int]:
         return [] if self.next is None else self.next.cells
 
+    def known_at_end(self, unit: int) -> int:
+        """How many tokens are before the last state at the end of a block."""
+        return self.last_computed if self.computed % unit else self.computed
+
     @property
     def blocks(self) -> list[LocalBlock]:
         """All that it uses."""

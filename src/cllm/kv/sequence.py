@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from cllm.kv.groups import LocalTable, StateTable
 from cllm.kv.window import Window
 
+STATE_BLOCKS = 8
+"""While a prompt is computed, its state is known at the end of at least one in so many blocks."""
+
 
 class KVAllocation:
     """A manager's record of the memory that a sequence holds. Each manager has its own subclass."""
@@ -105,13 +108,16 @@ class KVSequence:
 
     def until_stop(self, count: int, unit: int) -> int:
         """How many of the next `count` tokens a step may compute. A state is known only where a step ends: that is
-        where a snapshot is due, or else at the end of one of these blocks."""
+        where a snapshot is due, or else at the end of one of these blocks; in a prompt not of every one, because a step
+        that computes few tokens could compute many more."""
         if self.state is None:
             return count
         start = self.num_computed
-        end = min(start + count, self.marks[-1]) if self.marks else start + count
+        due = self.marks[-1] if self.marks else start + count
+        end = min(start + count, due)
         whole = end - end % unit
-        return (whole if whole > start else end) - start
+        may_wait = due <= len(self.tokens) and end - self.state.known_at_end(unit) < STATE_BLOCKS * unit
+        return (end if whole <= start or (self.marks and may_wait) else whole) - start
 
     @property
     def held(self) -> int:

@@ -180,7 +180,8 @@ class LocalTables:
 
     def keep_end(self, sequence: KVSequence) -> None:
         if sequence.local is not None or sequence.state is not None:
-            self._keep(sequence, sequence.num_computed // self._arena.block_size)
+            size, state = self._arena.block_size, sequence.state
+            self._keep(sequence, (sequence.num_computed if state is None else state.known_at_end(size)) // size)
 
     def _keep(self, sequence: KVSequence, end: int) -> None:
         """A snapshot behind the first `end` blocks, if they are in the tree and all that it needs is known."""
