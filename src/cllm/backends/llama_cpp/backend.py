@@ -11,7 +11,6 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -73,8 +72,8 @@ class LlamaCppBackend(Backend):
         """Without `drafts` no memory is reserved for their rows of logits. `whole_windows`: layers with a sliding
         window keep all positions, as rolling windows need it."""
         self._whole_windows = whole_windows
-        self._prompts_apart = False
-        """Whether prompts of several sequences must not be in one batch."""
+        self._apart = False
+        """Whether several sequences must not be in one batch."""
         self.batch_splits = 0
         """Passes over the weights beyond the first one of each step."""
         self._model: Any = None
@@ -108,7 +107,7 @@ class LlamaCppBackend(Backend):
         context = self._make_context(SlotGeometry(2, 256), n_batch=2 * len(_TRIED))
         ops, token = LlamaSlotOps(context), array("i", [0])
         try:
-            self._prompts_apart = self._mixes_up(context, ops)
+            self._apart = self._mixes_up(context, ops)
             context.decode([Chunk(token, 0, False, 0)])
             snapshot = ops.snapshot(0)
             expected = context.decode([Chunk(token, 1, True, 0)]).copy()
@@ -124,10 +123,10 @@ class LlamaCppBackend(Backend):
                 f"llama.cpp cannot put the state of {self.spec.architecture} models back ({reason}), so every prompt "
                 "would be computed from its beginning; use another model"
             )
-        if self._prompts_apart:
+        if self._apart:
             log.warning(
-                "this version of llama.cpp computes prompts of %s models wrongly if several are in one batch: they are "
-                "computed one after another",
+                "this version of llama.cpp computes sequences of %s models wrongly if several are in one batch: they "
+                "are computed one after another",
                 self.spec.architecture,
             )
         self.spec = with_state_bytes(self.spec, snapshot.nbytes)
@@ -216,9 +215,7 @@ class LlamaCppBackend(Backend):
 
     def _together(self, ordered: list[Chunk]) -> list[list[Chunk]]:
         """Chunks that may be in one batch, order kept."""
-        if not self._prompts_apart:
-            return [ordered]
-        return [list(part) for _, part in groupby(ordered, lambda chunk: chunk.slot if len(chunk.tokens) > 1 else None)]
+        return [[chunk] for chunk in ordered] if self._apart else [ordered]
 
     def _read_prompts(self, chunks: Sequence[Chunk]) -> StepResult:
         """Chunks that ask for more are computed in parts of as many tokens as there may be rows: those to be scored one
@@ -263,7 +260,8 @@ class LlamaCppBackend(Backend):
         wanted = [Chunk(chunk.tokens, chunk.start, len(chunk.tokens), chunk.slot) for chunk in ordered]
         states: dict[int, list[States]] = {chunk.slot: [] for chunk in ordered}
         with context.embedding():
-            for batch in cut(wanted, min(context.most_rows, context.n_batch)):
+            most = min(context.most_rows, context.n_batch)
+            for batch in (batch for part in self._together(wanted) for batch in cut(part, most)):
                 context.decode(batch)
                 found = context.states(sum(len(part.tokens) for part in batch), self.spec.n_embd)
                 done = 0

@@ -45,6 +45,12 @@ class SequenceLoads:
         found = model_store.find_sequence(names, key)
         if found is None or found.nbytes + places.reserved_bytes > places.store_bytes:
             return NO_LOAD
+        if (
+            places.ops.carries_state
+            and found.matched < found.tokens
+            and self._knows(key, sequence.space, found.matched)
+        ):
+            return NO_LOAD  # it goes on from its end, which is not in the prompt, or maybe from a snapshot
         wanted = names[: found.matched // size]
         if (load := self.queue.bringing(wanted[-1])) is not None:
             return load
@@ -64,6 +70,10 @@ class SequenceLoads:
         places.coming_bytes += found.nbytes
         self.queue.add(load)
         return load
+
+    def _knows(self, key: bytes, space: bytes, tokens: int) -> bool:
+        """Whether something here has these tokens, with or without a state: what was on disk was loaded before."""
+        return self._places.index.find(key, space)[0] >= tokens
 
     def _finish(self, load: Load) -> None:
         places, disk = self._places, self._tiers.disk
