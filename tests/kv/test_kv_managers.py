@@ -109,8 +109,21 @@ class LocalMachine(ManagerMachine):
     def no_more_is_held_than_the_window_and_what_is_ahead(self) -> None:
         for sequence in self.live:
             assert sequence.local is not None
-            asked = -(-(len(sequence.tokens) - sequence.num_computed) // 4)  # for a step that was aborted
-            assert len(sequence.local.blocks) <= 2 + max(4, asked) + 1 + 2
+            ahead = max(16, len(sequence.tokens) - sequence.num_computed)  # more for a step that was aborted
+            assert len(sequence.local.blocks) <= 2 + -(-ahead // self.kv.unit_tokens) + 1 + 2
+
+
+class RebuiltMachine(LocalMachine):
+    """Windows are computed again by themselves where that is nearer than a snapshot."""
+
+    def build(self) -> tuple[FakeBackend, KVManager]:
+        backend, kv = paged(blocks=80, window=5, reach=4, eviction_threshold=0.8, max_sequences=6)
+        kv.release(run_to_end(backend, kv, [0] * 60))
+        return backend, kv
+
+    @rule(common=st.integers(1, 59), own=st.lists(st.integers(0, 1), max_size=30))
+    def admit_another_end(self, common: int, own: list[int]) -> None:
+        self.take([0] * common + [1] + own)
 
 
 class LocalWorthMachine(LocalMachine):
@@ -160,8 +173,18 @@ class LocalStateMachine(StateMachine):
 
 
 _profile = settings(max_examples=sampled(50), stateful_step_count=40, deadline=None)
-_MACHINES = (ManagerMachine, SlotMachine, OnDemandMachine, TinyStoreMachine, SegmentedMachine, WorthMachine)
-for _machine in (*_MACHINES, LocalMachine, LocalWorthMachine, WorthStoreMachine, StateMachine, LocalStateMachine):
+_MACHINES: tuple[type[ManagerMachine], ...] = (ManagerMachine, SlotMachine, OnDemandMachine, TinyStoreMachine)
+_MACHINES += (
+    SegmentedMachine,
+    WorthMachine,
+    LocalMachine,
+    LocalWorthMachine,
+    RebuiltMachine,
+    WorthStoreMachine,
+    StateMachine,
+    LocalStateMachine,
+)
+for _machine in _MACHINES:
     _machine.TestCase.settings = _profile
 TestPaged = ManagerMachine.TestCase
 TestSlots = SlotMachine.TestCase
@@ -170,6 +193,7 @@ TestTinyStore = TinyStoreMachine.TestCase
 TestSegmented = SegmentedMachine.TestCase
 TestWorth = WorthMachine.TestCase
 TestLocal = LocalMachine.TestCase
+TestRebuilt = RebuiltMachine.TestCase
 TestLocalWorth = LocalWorthMachine.TestCase
 TestWorthStore = WorthStoreMachine.TestCase
 TestStates = StateMachine.TestCase

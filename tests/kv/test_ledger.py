@@ -17,7 +17,7 @@ from cllm.kv.manager import KVManager
 from cllm.kv.ops import BlockGeometry, BlockOps
 from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.sequence import KVSequence
-from kv_kit import BYTES_PER_TOKEN, Prompt, _computed_alone, compute, run_to_end
+from kv_kit import BYTES_PER_TOKEN, Prompt, compute, computed_alone, run_to_end
 from thorough import sampled
 from upkeep_kit import UpkeepMachine, elastic
 
@@ -60,7 +60,7 @@ class LimitedMachine(UpkeepMachine):
         count = sequence.until_stop(count, 4)
         if self.kv.grow(sequence, count):
             logits = compute(self.backend, self.kv, sequence, count)
-            assert np.array_equal(logits, _computed_alone(sequence.tokens[: sequence.num_computed]))
+            assert np.array_equal(logits, computed_alone(sequence.tokens[: sequence.num_computed]))
 
     @rule(extents=st.integers(1, 6), oldest=st.sampled_from([0.0, 1e12, NEVER]))
     def neighbour_asks(self, extents: int, oldest: float) -> None:
@@ -123,7 +123,7 @@ class TwoModels(RuleBasedStateMachine):
         count = len(sequence.tokens) - sequence.num_computed
         if kv.grow(sequence, count):
             logits = compute(backend, kv, sequence, count)
-            assert np.array_equal(logits, _computed_alone(sequence.tokens))
+            assert np.array_equal(logits, computed_alone(sequence.tokens))
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), keep=st.booleans())

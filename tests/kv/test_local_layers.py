@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from cllm.backends.fake import FakeBackend
 from cllm.kv.manager import KVManager
 from cllm.kv.pins import PinMark
 from cllm.kv.sequence import KVSequence
-from kv_kit import compute, paged
+from kv_kit import compute, computed_alone, paged
 
 
 def compute_all(backend: FakeBackend, kv: KVManager, sequence: KVSequence) -> bool:
@@ -19,6 +20,13 @@ def compute_all(backend: FakeBackend, kv: KVManager, sequence: KVSequence) -> bo
         compute(backend, kv, sequence, min(missing, sequence.room - sequence.num_computed))
         kv.check()
     return True
+
+
+def answers_alike(backend: FakeBackend, kv: KVManager, sequence: KVSequence) -> bool:
+    """Whether one more token gets the logits that it would get alone."""
+    sequence.tokens.append(4)
+    assert kv.grow(sequence, 1)
+    return np.array_equal(compute(backend, kv, sequence, 1), computed_alone(sequence.tokens))
 
 
 @pytest.mark.parametrize("known", range(8, 192, 12))
@@ -107,3 +115,52 @@ def test_what_pins_share_is_counted_once() -> None:
         assert kv.unpin(pin)
         kv.check()
     assert kv.usage().pinned == kv.usage().referenced == 0
+
+
+def test_windows_are_computed_again_by_themselves_where_no_snapshot_is_near() -> None:
+    backend, kv = paged(blocks=400, window=9, reach=8)
+    first = KVSequence([1] * 120)
+    assert kv.admit(first) == 0 and compute_all(backend, kv, first)
+    kv.release(first)
+    second = KVSequence([1] * 80 + [2] * 20)
+    # From the window before token 80 on, and for a window of the layer below before that.
+    assert kv.peek(second.tokens.tobytes()) == kv.admit(second) == 80 - 8 - 8
+    assert (second.known, second.rebuilt) == (80, 80)
+    assert compute_all(backend, kv, second) and second.rebuilt == 0
+    assert answers_alike(backend, kv, second)
+    usage = kv.usage()
+    assert (usage.windows_rebuilt, usage.snapshots_used) == (1, 0)
+    kv.release(second)
+    third = KVSequence([1] * 80 + [3] * 20)
+    assert kv.admit(third) == 80, "a snapshot is kept where they parted"
+    assert compute_all(backend, kv, third) and kv.usage().windows_rebuilt == 1
+    assert answers_alike(backend, kv, third)
+
+
+def test_a_shorter_reach_would_be_noticed() -> None:
+    backend, kv = paged(blocks=400, window=9, reach=0)
+    first = KVSequence([1] * 120)
+    assert kv.admit(first) == 0 and compute_all(backend, kv, first)
+    kv.release(first)
+    second = KVSequence([1] * 80 + [2] * 2)
+    assert kv.admit(second) == 72
+    while second.num_computed < 81:
+        compute(backend, kv, second, 81 - second.num_computed)
+    assert not np.array_equal(compute(backend, kv, second, 1), computed_alone(second.tokens))
+
+
+@pytest.mark.parametrize("after", range(64, 90, 4))
+def test_what_is_given_up_before_windows_are_exact_leaves_no_snapshot(after: int) -> None:
+    backend, kv = paged(blocks=400, window=9, reach=8)
+    first = KVSequence([1] * 120)
+    assert kv.admit(first) == 0 and compute_all(backend, kv, first)
+    kv.release(first)
+    taken = kv.usage().snapshots_taken
+    second = KVSequence([1] * 80 + [2] * 20)
+    assert kv.admit(second) == 64
+    while second.num_computed < after:
+        compute(backend, kv, second, min(3, after - second.num_computed))
+        kv.check()
+    assert not kv.fork(second, KVSequence(second.tokens)) or after >= 80
+    kv.release(second)
+    assert kv.usage().snapshots_taken - taken == (after >= 80) + (after > 83)

@@ -46,13 +46,17 @@ class Chunk:
     """Its one token is the one that the previous step sampled for its row, not known yet; the one in `tokens` is a
     placeholder."""
     local: LocalTable | None = None
-    """The blocks of layers with a window, where they have their own."""
+    """The blocks of layers with a window, where they have their own. Where they begin, sequences begin for these
+    layers: they attend to nothing before."""
     state: StateTable | None = None
     """Where layers that carry a state read and write it."""
     draws: tuple[Draw, ...] = ()
     """How to sample from its logits, if the backend does that: one token for each."""
     asks: Scoring | Pooling | None = None
     """What is wanted besides logits."""
+    known: int = 0
+    """With blocks of layers with a window: the other layers have K and V of all positions before this one already, and
+    keep them, while those with a window are computed again."""
 
 
 class Scoring(NamedTuple):
@@ -174,6 +178,8 @@ class BackendTraits:
     """Default of `scheduler.max_gap_ms`."""
     frees_windows: bool = True
     """Whether layers with a window can have memory of their own, which is free behind it."""
+    rebuilds_windows: bool = False
+    """Whether it heeds `Chunk.known`."""
     gives_memory_back: bool = True
     """Whether free memory can go back to the system; if not, nothing is freed for that."""
     score_weight: float = 1.5

@@ -37,6 +37,8 @@ CONTEXT = 4096
 """Without a longer one being asked for."""
 _POSITIONS = 1 << 16
 END_TOKEN = 257
+_INEXACT = -7
+"""What a local layer has of a token for which the layer below lacked a part of its window."""
 _LOCAL = 1_000_000
 """What a local layer adds to tokens, once for each."""
 _STATE_PART = 32
@@ -57,7 +59,7 @@ class InjectedFaults:
 
 
 class FakeBackend(Backend):
-    traits = BackendTraits("fake", most_drafts=64)
+    traits = BackendTraits("fake", most_drafts=64, rebuilds_windows=True)
 
     def __init__(
         self,
@@ -104,7 +106,11 @@ class FakeBackend(Backend):
         self._geometry = geometry
         slots = isinstance(geometry, SlotGeometry)
         self.traits = replace(self.traits, layout="slots" if slots else "blocks")
-        self._memory = _FakeSlots(geometry) if isinstance(geometry, SlotGeometry) else FakeBlocks(geometry)
+        self._memory = (
+            _FakeSlots(geometry)
+            if isinstance(geometry, SlotGeometry)
+            else FakeBlocks(geometry, self.spec.attentions[-1].window)
+        )
 
     @property
     def memory(self) -> _FakeSlots | FakeBlocks:
@@ -202,7 +208,8 @@ class FakeBlocks:
     """An arena of blocks of tokens, and of how many tokens had been dropped when each was computed: that is what K and
     V of a real model depend on, too."""
 
-    def __init__(self, geometry: BlockGeometry) -> None:
+    def __init__(self, geometry: BlockGeometry, window: int) -> None:
+        self.window = window
         self._size = geometry.block_size
         self._geometry = geometry
         self.wipe()
@@ -212,20 +219,37 @@ class FakeBlocks:
         return int(self._arena.nbytes)
 
     def write(self, chunk: Chunk, tokens: NDArray[np.int32]) -> None:
-        positions = np.arange(chunk.start, chunk.start + len(tokens))
         table = np.asarray(chunk.blocks, dtype=np.int64)
-        written = table[positions // self._size]
-        self._arena[written, positions % self._size] = tokens
-        self._dropped[written, positions % self._size] = chunk.dropped
+        new = np.arange(max(chunk.start, chunk.known), chunk.start + len(tokens))
+        written = table[new // self._size]
+        self._arena[written, new % self._size] = tokens[new - chunk.start]
+        self._dropped[written, new % self._size] = chunk.dropped
         self._resident[written] = True
+        positions = np.arange(chunk.start, chunk.start + len(tokens))
+        exact = np.ones(len(tokens), np.bool_)
         for number, cells in enumerate(self._local_cells(chunk), start=1):
             written = cells[positions // self._size]
             assert (written >= 0).all(), "a local block is written that the table does not have"
-            self._arena[written, positions % self._size] = tokens + number * _LOCAL
+            self._arena[written, positions % self._size] = np.where(exact, tokens + number * _LOCAL, _INEXACT)
             self._resident[written] = True
+            if chunk.start < chunk.known:
+                exact &= self._sees_all(chunk, cells, number, positions)
 
         if chunk.state is not None:
             self._write_state(chunk, tokens)
+
+    def _sees_all(
+        self, chunk: Chunk, cells: NDArray[np.int64], number: int, positions: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """Whether a local layer has all of the window of these positions, and right."""
+        end = int(positions[-1]) + 1
+        every = np.arange(end)
+        there = np.where(
+            cells[every // self._size] >= 0, self._arena[cells[every // self._size], every % self._size], -1
+        )
+        wrong = np.concatenate(([0], np.cumsum(there != self.read(chunk, end) + number * _LOCAL)))
+        right: NDArray[np.bool_] = wrong[positions + 1] == wrong[np.maximum(positions + 1 - self.window, 0)]
+        return right
 
     def _write_state(self, chunk: Chunk, tokens: NDArray[np.int32]) -> None:
         """Every cell of the state holds the hash, each turned into something of its own."""

@@ -109,6 +109,7 @@ def _chunk(sequence: Sequence, end: int, wants_logits: bool) -> Chunk:
         kept=sequence.kept,
         row=sequence.row,
         asks=None if reading is None else reading.ask(sequence.tokens, start, end),
+        known=sequence.rebuilt,
     )
 
 

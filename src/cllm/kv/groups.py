@@ -12,7 +12,7 @@ model whose layers all attend to everything, or all to a window, has one group.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import Literal, NamedTuple
 
@@ -27,6 +27,9 @@ class KVGroup:
     """Tokens that its layers attend to; 0: all."""
     cells: int
     """Cells of a block."""
+    reach: int = 0
+    """With a window: for how many tokens before those that a token attends to these layers must be computed, if all
+    are to be exact and nothing older is there. A layer's K and V come from what the windows below it let it see."""
 
 
 class StatePlace(NamedTuple):
@@ -101,9 +104,9 @@ STATE_ALIGNMENT = 64
 
 
 def plan_groups(
-    layers: Sequence[LayerKV], block_size: int, *, apart: bool, states: Sequence[LayerState] = ()
+    layers: Sequence[LayerKV], block_size: int, *, apart: bool, states: Sequence[LayerState] = (), reach: int = 0
 ) -> KVLayout:
-    """`apart`: local layers get a group of their own, if there are full ones."""
+    """`apart`: local layers get a group of their own, if there are full ones; `reach` is theirs."""
     full, local = ([layer for layer in layers if bool(layer.window) is windowed] for windowed in (False, True))
     if not (apart and full and local):
         full, local = list(layers), []
@@ -114,7 +117,7 @@ def plan_groups(
         cell = -(-least // unit) * unit
     groups: tuple[KVGroup, ...] = (_group(full, cells=1),)
     if local:
-        groups += (_group(local, cells=_cells_for(local, cell)),)
+        groups += (replace(_group(local, cells=_cells_for(local, cell)), reach=reach),)
     return KVLayout(block_size, cell, groups, _state_group(states, cell) if states else None)
 
 

@@ -44,6 +44,7 @@ class KVSequence:
         "local",
         "marks",
         "num_computed",
+        "rebuilt",
         "room",
         "slot",
         "space",
@@ -90,6 +91,8 @@ class KVSequence:
         # How much of it the cache had for layers that attend to everything, when it was admitted: more than it could go
         # on from where others kept too little.
         self.known = 0
+        # Up to so many tokens, only layers with a window are computed, again; until then not all of theirs is exact.
+        self.rebuilt = 0
         # Positions [end, room) can be written without asking for more memory.
         self.room = 0
 

@@ -113,6 +113,8 @@ class KVUsage(NamedTuple):
     """Since the start, as what follows."""
     snapshots_used: int = 0
     snapshots_dropped: int = 0
+    windows_rebuilt: int = 0
+    """Requests whose windows were computed again, because that was nearer than a snapshot."""
     blocks_stored: int = 0
     """Blocks added to the prefix tree since the start."""
     blocks_removed: int = 0

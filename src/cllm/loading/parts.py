@@ -279,6 +279,8 @@ def _block_memory(
     config: Config, backend: Backend, budget: int, layout: KVLayout, context: int, share: ModelShare
 ) -> _Memory:
     token_bytes, local = layout.token_bytes, local_shape(config, layout, backend.traits.preferred_step_tokens)
+    if local is not None and not backend.traits.rebuilds_windows:
+        local = local._replace(reach=None)
     geometry = plan_blocks(budget_bytes=budget, bytes_per_token=token_bytes, block_size=layout.block_size)
     if local is not None:
         geometry = replace(geometry, layout=layout)

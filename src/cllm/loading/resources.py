@@ -67,7 +67,7 @@ def local_shape(config: Config, layout: KVLayout, step_tokens: int) -> LocalShap
     if layout.local is None:
         return LocalShape(state=state) if state else None
     ahead = config.scheduler.max_step_tokens or step_tokens
-    return LocalShape(layout.local.window, layout.local.cells, ahead, state)
+    return LocalShape(layout.local.window, layout.local.cells, ahead, state, layout.local.reach)
 
 
 def local_bytes(shape: LocalShape | None, layout: KVLayout, context: int) -> int:

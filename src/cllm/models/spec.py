@@ -299,7 +299,13 @@ class ModelSpec:
         """`apart`: layers with a window have their own memory, which is free behind it. Without states: they lie
         elsewhere."""
         layers = self._kv_layers(type_k, type_v, block_size)
-        return plan_groups(layers, block_size, apart=apart, states=self._states() if with_states else ())
+        states = self._states() if with_states else []
+        last = max((layer.number for layer in layers if layer.window), default=0)
+        reach = sum(each.window - 1 for each in self._attending_before(last) if each.window)
+        return plan_groups(layers, block_size, apart=apart, states=states, reach=reach)
+
+    def _attending_before(self, layer: int) -> list[AttentionSpec]:
+        return [each.attention for each in self.layers[:layer] if each.attention is not None]
 
     def _kv_layers(self, type_k: str, type_v: str, block_size: int) -> list[LayerKV]:
         return [

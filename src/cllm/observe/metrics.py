@@ -259,6 +259,11 @@ _COUNTERS = (
     _Value("kv_snapshots_taken", "Snapshots of windows and states taken.", lambda s: s.kv.snapshots_taken),
     _Value("kv_snapshots_used", "Sequences that went on from a snapshot.", lambda s: s.kv.snapshots_used),
     _Value("kv_snapshots_dropped", "Snapshots of windows and states dropped.", lambda s: s.kv.snapshots_dropped),
+    _Value(
+        "kv_windows_rebuilt",
+        "Requests that computed windows again where full layers were cached, because no snapshot was nearer.",
+        lambda s: s.kv.windows_rebuilt,
+    ),
     _Value("kv_blocks_stored", "Blocks added to the prefix tree.", lambda s: s.kv.blocks_stored),
     _Value("kv_blocks_removed", "Blocks removed from the prefix tree.", lambda s: s.kv.blocks_removed),
     _Value("batch_splits", "Batches that the backend had to split.", lambda s: s.batch_splits),

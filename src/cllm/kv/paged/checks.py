@@ -85,7 +85,8 @@ def _check_window(sequence: KVSequence, local: LocalMemory, block_size: int) -> 
         raise AssertionError("a sequence has a local table and should not, or has none")
     if table is None:
         return
-    if table.first > local.first_needed(sequence.end) or table.end * block_size < sequence.end:
+    first = sequence.end // block_size if sequence.rebuilt else local.first_needed(sequence.end)
+    if table.first > first or table.end * block_size < sequence.end:
         raise AssertionError("a sequence lacks local blocks inside its window")
 
 
@@ -124,7 +125,7 @@ def _check_table(arena: Arena, sequence: KVSequence) -> None:
         raise AssertionError("a sequence stands on a path that spells other tokens")
     if len(sequence.blocks) * size < sequence.held:
         raise AssertionError("a sequence has computed more than its blocks hold")
-    writable = sequence.blocks[sequence.end // size : -(-sequence.room // size)]
+    writable = sequence.blocks[max(sequence.end, sequence.rebuilt) // size : -(-sequence.room // size)]
     if sequence.room > sequence.end and any(map(pool.is_shared, writable)):
         raise AssertionError("a sequence may write to a block that another one uses")
     for block in own_blocks(sequence):

@@ -36,13 +36,15 @@ MOST_STATES = 3
 
 
 class LocalShape(NamedTuple):
-    """`cells` of a block, and for how many tokens a running sequence has blocks: inside the window, and ahead; and
-    cells of a state. None of either: there are no such layers."""
+    """`cells` of a block, and for how many tokens a running sequence has blocks: inside the window, and ahead; cells of
+    a state; and `KVGroup.reach`, if windows can be computed again by themselves. No cells of either: there are no such
+    layers."""
 
     window: int = 0
     cells: int = 0
     ahead: int = 0
     state: int = 0
+    reach: int | None = None
 
 
 def tokens_within(geometry: BlockGeometry, shape: LocalShape) -> int:
@@ -65,6 +67,8 @@ class SnapshotCounts:
 
     def __init__(self) -> None:
         self.taken = self.used = self.dropped = 0
+        self.rebuilt = 0
+        """Sequences whose windows were computed again, because no snapshot was nearer."""
 
 
 class LocalSnapshot:
@@ -113,6 +117,14 @@ class LocalMemory:
     def first_needed(self, position: int) -> int:
         """The first block that the token at this position attends to."""
         return max(0, position - self.shape.window + 1) // self._block_size
+
+    def rebuilt_from(self, known: int) -> int:
+        """The block from which layers with a window must be computed so that all are exact behind the first `known`
+        blocks and in the window there; 0 where that is the first one, or cannot be."""
+        if self.shape.reach is None or self.shape.state:
+            return 0
+        window = self.first_needed(known * self._block_size) * self._block_size
+        return max(0, window - self.shape.reach) // self._block_size
 
     def cell_names(self, names: Sequence[bytes], end: int) -> list[bytes]:
         """The names of all cells of a snapshot behind the first `end` of the blocks with these names."""

@@ -40,10 +40,10 @@ class LocalTables:
 
     # -- begin and end -----------------------------------------------------------------------------------------
 
-    def enter(self, sequence: KVSequence, found: BlockMatch) -> None:
-        end = found.matched // self._arena.prefixes.tree.unit_bytes
-        snapshot = self._arena.prefixes.snapshot_at(found) if end else None
-        self.enter_at(sequence, snapshot, end)
+    def enter(self, sequence: KVSequence, found: BlockMatch, start: int) -> None:
+        """Go on behind the first `start` blocks: from the snapshot there, or, where more was found, without one."""
+        exact = found.matched == start * self._arena.prefixes.tree.unit_bytes
+        self.enter_at(sequence, self._arena.prefixes.snapshot_at(found) if start and exact else None, start)
 
     def enter_at(self, sequence: KVSequence, snapshot: LocalSnapshot | None, end: int) -> None:
         """Go on from a snapshot behind the first `end` blocks; None: from the beginning."""
@@ -55,16 +55,20 @@ class LocalTables:
         if snapshot is not None:
             local.note_use(snapshot)
 
-    def begin(self, sequence: KVSequence, known: int) -> None:
-        """Take blocks for the first chunks. `known`: how many tokens full layers have cached, where it parts from
-        others."""
+    def begin(self, sequence: KVSequence, known: int, start: int) -> None:
+        """Take blocks for the first chunks, which begin behind `start` blocks. `known`: how many tokens full layers
+        have cached, where it parts from others."""
         size = self._arena.block_size
-        cached = sequence.num_computed // size
+        cached = start
+        if start * size < sequence.num_computed:
+            sequence.rebuilt, sequence.num_computed = sequence.num_computed, start * size
+            cached = known // size - 1  # what is kept before would not be exact
+            self._arena.snapshots.rebuilt += 1
         self._mark(sequence, known // size, cached)
         if self.cells:
-            wanted = self._window_cells(sequence, cached)
+            wanted = self._window_cells(sequence, start)
             self._add(sequence, self._room.for_prompt(wanted, allocation_of(sequence).number))
-        self.states.begin(sequence, cached)
+        self.states.begin(sequence, start)
         self.set_room(sequence)
 
     def _mark(self, sequence: KVSequence, known: int, cached: int) -> None:
@@ -162,6 +166,8 @@ class LocalTables:
     def advance(self, sequence: KVSequence) -> None:
         """Blocks of the sequence are full, and in the tree."""
         table, computed, size = sequence.local, sequence.num_computed, self._arena.block_size
+        if computed >= sequence.rebuilt:
+            sequence.rebuilt = 0
         while sequence.marks and sequence.marks[-1] <= computed:
             self._keep(sequence, sequence.marks.pop() // size)
         if self.states.cells == 1:  # every place of a prefix may as well have one
@@ -185,7 +191,7 @@ class LocalTables:
 
     def _keep(self, sequence: KVSequence, end: int) -> None:
         """A snapshot behind the first `end` blocks, if they are in the tree and all that it needs is known."""
-        if not 0 < end <= allocation_of(sequence).indexed:
+        if not 0 < end <= allocation_of(sequence).indexed or sequence.rebuilt:
             return
         found, size, local = self._arena.prefixes.find_held(sequence, end), self._arena.block_size, self._memory()
         if (there := self._arena.prefixes.snapshot_at(found)) is not None:
@@ -212,6 +218,7 @@ class LocalTables:
             self.states.go_back(sequence, self.states.known_at(sequence, own), own)
             return own
         snapshot = prefixes.snapshot_at(found) if end else None
+        sequence.rebuilt = 0
         if sequence.local is not None:
             local = self._memory()
             local.clear(sequence.local)
@@ -224,6 +231,8 @@ class LocalTables:
     def _own_place(self, sequence: KVSequence, length: int) -> int | None:
         """The longest part, up to `length` tokens, that the sequence itself can go on from; None: there is none."""
         state, table, size = sequence.state, sequence.local, self._arena.block_size
+        if sequence.rebuilt:
+            return None
         if state is not None and length < state.computed:
             if state.last is None or length < state.last_computed:
                 return None

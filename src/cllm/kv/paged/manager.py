@@ -38,7 +38,6 @@ from cllm.kv.paged.tables import BlockTables
 from cllm.kv.paged.upkeep import EVICT_AT_ONCE, LOOK_INTERVAL_S, Upkeep, UpkeepSettings
 from cllm.kv.paged.view import paged_view
 from cllm.kv.pins import LostPin, PinMark
-from cllm.kv.radix import TOKEN_BYTES
 from cllm.kv.sequence import KVSequence
 from cllm.kv.tiers.disk_tier import DiskTier
 from cllm.kv.tiers.host_tier import HostTier
@@ -133,7 +132,8 @@ class PagedKVManager(KVManager):
     # -- admission ---------------------------------------------------------------------------------------------
 
     def peek(self, key: bytes, space: bytes = b"") -> int:
-        return self.arena.prefixes.find(key, space).matched // TOKEN_BYTES
+        _, start = self.tables.entrance(self.arena.prefixes.find_full(key, space), space)
+        return start * self.unit_tokens
 
     def fetch(self, sequence: KVSequence) -> bool:
         if not self.tiers:
@@ -184,6 +184,8 @@ class PagedKVManager(KVManager):
             self.arena.commit(sequence)
             if sequence.in_parts:
                 self.tables.keep_windows(sequence)
+        elif sequence.rebuilt:
+            self.tables.keep_windows(sequence)
 
     def release(self, sequence: KVSequence, *, keep: bool = True) -> None:
         if keep:
@@ -322,6 +324,7 @@ class PagedKVManager(KVManager):
             snapshots_taken=arena.snapshots.taken,
             snapshots_used=arena.snapshots.used,
             snapshots_dropped=arena.snapshots.dropped,
+            windows_rebuilt=arena.snapshots.rebuilt,
             blocks_stored=arena.events.blocks_stored,
             blocks_removed=arena.events.blocks_removed,
         )

@@ -39,21 +39,34 @@ class BlockTables:
         """Begin with what is cached. False: there is no room now, and nothing has changed."""
         prefixes, key = self._arena.prefixes, sequence.prefix.tobytes()
         full = prefixes.find_full(key, sequence.space)
-        found = prefixes.continuable(full, sequence.space)
-        while not self.room_for(sequence, found):
+        known = full.matched // TOKEN_BYTES
+        found, start = self.entrance(full, sequence.space)
+        while not self.room_for(sequence, found, start):
             waits = self._resizer is not None and self._resizer.expects_more
             if waits or not self._pins.give_way(running=0):
                 return False
-        known = sequence.known = full.matched // TOKEN_BYTES
-        if self.local is None:
-            self.begin(sequence, found, self._missing(sequence, found))
-            return True
-        self.local.enter(sequence, found)  # first, so that the snapshot there is not evicted to make room
+        if self.local is not None:
+            self.local.enter(sequence, found, start)  # first, so that the snapshot is not evicted to make room
         self.begin(sequence, found, self._missing(sequence, found))
-        self.local.begin(sequence, known)
+        sequence.known = known
+        if self.local is not None:
+            self.local.begin(sequence, known, start)
         return True
 
-    def room_for(self, sequence: KVSequence, found: BlockMatch) -> bool:
+    def entrance(self, full: BlockMatch, space: bytes) -> tuple[BlockMatch, int]:
+        """What of a prefix that full layers have is used, and behind how many blocks other layers go on: at the deepest
+        snapshot, or where layers with a window must begin to be exact behind all of it, if that is nearer."""
+        prefixes, unit = self._arena.prefixes, self._arena.prefixes.tree.unit_bytes
+        found = prefixes.continuable(full, space)
+        start = found.matched // unit
+        if self._arena.local is not None and found.matched < full.matched:
+            rebuilt = self._arena.local.rebuilt_from(full.matched // unit)
+            if rebuilt > start:
+                return full, rebuilt
+        return found, start
+
+    def room_for(self, sequence: KVSequence, found: BlockMatch, start: int | None = None) -> bool:
+        """`start`: behind how many blocks layers with a window or a state begin, if not behind what was found."""
         arena, room = self._arena, self._room
         if room.all_run:
             return False
@@ -61,7 +74,8 @@ class BlockTables:
         reserve = int(arena.pool.total * self._watermark) if arena.running else 0
         wanted = self._missing(sequence, found) + reserve
         if self.local is not None:
-            wanted += self.local.cells_for(sequence, found.matched // arena.prefixes.tree.unit_bytes)
+            cached = found.matched // arena.prefixes.tree.unit_bytes if start is None else start
+            wanted += self.local.cells_for(sequence, cached)
         unused = arena.prefixes.unused_blocks(found)
         if self._resizer is not None and self._better_waits(self._resizer, wanted, unused):
             return False
@@ -196,7 +210,7 @@ class BlockTables:
 
     def fork(self, parent: KVSequence, child: KVSequence) -> bool:
         arena = self._arena
-        if self._room.all_run:
+        if self._room.all_run or parent.rebuilt:
             return False
         arena.commit(parent)
         held = allocation_of(parent)
