@@ -62,6 +62,7 @@ RECURRENT: dict[str, ModelSpec] = {
     "mamba 2, one group": _with(Mamba2Spec(4, 64, 128, 1, 4)),
     "short convolution of odd size": _with(ShortConvSpec(75, 5)),
     "gated attention": _model(_mixer(_GATED), _mixer(_GATED)),
+    "beside windows": _model(_mixer(_DELTA), _mixer(_FULL), _mixer(replace(_FULL, window=20)), _mixer(_MAMBA)),
     "qwen35": _model(*[_mixer(_DELTA)] * 3, _mixer(_GATED)),
     "lfm2": _model(*[_mixer(ShortConvSpec(64, 3))] * 2, _mixer(_FULL), _mixer(ShortConvSpec(64, 3))),
     "granitehybrid": _model(
@@ -197,10 +198,11 @@ def _rms(x: Doubles, eps: float) -> Doubles:
 
 
 class Running:
-    """A sequence: its blocks of K and V, and the cells of its state."""
+    """A sequence: its blocks of K and V, those of local layers, and the cells of its state."""
 
-    def __init__(self, blocks: list[int]) -> None:
+    def __init__(self, blocks: list[int], local: list[int]) -> None:
         self.blocks = blocks
+        self.local = local
         self.computed = 0
         self.state: list[int] = []
 
@@ -212,7 +214,7 @@ class StateRig:
         self, spec: ModelSpec, engine: Engine, *, kv_type: str = "f16", seed: int = 0, cells: int = 600
     ) -> None:
         self.spec, self.engine = spec, engine
-        self.layout = spec.kv_layout(kv_type, kv_type, BLOCK, apart=False)
+        self.layout = spec.kv_layout(kv_type, kv_type, BLOCK, apart=True)
         states = self.layout.states
         engine.allocate(
             cells=cells,
@@ -230,7 +232,8 @@ class StateRig:
 
     def begin(self, length: int) -> Running:
         blocks = -(-length // BLOCK) if self.layout.groups[0].layers else 0
-        return Running([self.free.pop() for _ in range(blocks)])
+        local = blocks * (self.layout.local.cells if self.layout.local else 0)
+        return Running([self.free.pop() for _ in range(blocks)], [self.free.pop() for _ in range(local)])
 
     def state(self) -> list[int]:
         return [self.free.pop() for _ in range(self.layout.states.cells)] if self.layout.states else []
@@ -255,9 +258,10 @@ class StateRig:
     def arrays(self, parts: Sequence[tuple[Running, Sequence[int], int]], new: Sequence[list[int]]) -> list[Any]:
         rows, tables = [], []
         for (sequence, tokens, wants), cells in zip(parts, new, strict=True):
-            tables += [*sequence.blocks, *sequence.state, *cells]
+            tables += [*sequence.blocks, *sequence.local, *sequence.state, *cells]
+            local = [0, len(sequence.blocks)] if self.layout.local else []
             state = [len(sequence.state), len(cells)] if self.layout.states else []
-            rows.append([len(tokens), sequence.computed, wants, len(sequence.blocks), 0, 0, *state])
+            rows.append([len(tokens), sequence.computed, wants, len(sequence.blocks), 0, 0, *local, *state])
         ids = [token for part in parts for token in part[1]]
         return [np.array(each, np.int32) for each in (ids, rows, tables)]
 
@@ -268,5 +272,5 @@ class StateRig:
         for end in borders:
             chunk = tokens[sequence.computed : end]
             rows.append(self.step((sequence, chunk, len(chunk))))
-        self.drop(sequence.state + sequence.blocks)
+        self.drop(sequence.state + sequence.blocks + sequence.local)
         return np.concatenate(rows)
