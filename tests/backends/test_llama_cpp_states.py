@@ -215,6 +215,20 @@ def test_what_was_on_disk_goes_on_after_a_restart(
             assert sum(computed) - rows(restarted) == len(asked) - restarted.cached_tokens <= at_most + 4
 
 
+def test_windows_beside_states_are_part_of_snapshots(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_states_model(tmp_path / "windows.gguf", "lfm2", attention__sliding_window=32)
+    prompts = [SYSTEM + USER + ANSWERS, SYSTEM + OTHER + ANSWERS, SYSTEM + USER + OTHER + ANSWERS]
+    with opened(path) as llm:
+        assert "all 4 slots are allocated at the start" in caplog.text, "its sequences cannot be moved"
+        found = [answer(llm, prompt) for prompt in prompts]
+        states = llm.kv()["details"]["states"]
+    assert [each.cached_tokens for each in found] == [0, 200, 260]
+    assert 0 < states["bytes"] <= states["snapshots"] * states["state_bytes"]
+    for prompt, each in zip(prompts, found, strict=True):
+        with opened(path) as fresh:
+            assert answer(fresh, prompt).token_ids == each.token_ids
+
+
 def test_boundaries_count_where_answers_go_on_behind_them(write: Callable[[str], Path]) -> None:
     past_the_end = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     with opened(write("lfm2")) as llm:

@@ -248,6 +248,7 @@ def test_snapshots_stay_within_the_store() -> None:
             kv.release(run(backend, kv, prompt)[0])
             kv.check()
             assert places.evictable_bytes + places.reserved_bytes <= places.store_bytes
+            assert places.snapshots.bytes <= places.store_bytes // 2, "what is saved needs room, too"
     assert all(len(entry.snapshots) <= places.snapshots.most for entry in [*places.store, *places.held_in_slots()])
     assert places.snapshots.bytes == STATE_BYTES * len(places.snapshots) > 0
 

@@ -38,7 +38,7 @@ from cllm.backends.llama_cpp.slots import LlamaSlotOps
 from cllm.backends.scoring import join_scores, pool_rows, score_rows
 from cllm.errors import BackendError, ConfigError, ModelError
 from cllm.kv.ops import Geometry, SlotGeometry
-from cllm.kv.sizing import CPU_KV_TYPES
+from cllm.kv.sizing import CPU_KV_TYPES, most_bytes
 
 log = logging.getLogger("cllm.llama_cpp")
 
@@ -129,7 +129,10 @@ class LlamaCppBackend(Backend):
                 "are computed one after another",
                 self.spec.architecture,
             )
-        self.spec = with_state_bytes(self.spec, snapshot.nbytes)
+        size = snapshot.nbytes
+        if context.window:  # a snapshot has what is in it, too
+            size = most_bytes(context.window, self.spec.kv_bytes_per_token(self._kv_type_k, self._kv_type_v), size)
+        self.spec = with_state_bytes(self.spec, size)
 
     @staticmethod
     def _mixes_up(context: Context, ops: LlamaSlotOps) -> bool:

@@ -179,8 +179,7 @@ class SlotKVManager(KVManager):
         kept: Kept = {}
         self.places.snapshots.share(entry_of(parent).snapshots, kept, parent.num_computed)
         self._occupy(slot, child, parent.num_computed, kept)
-        if self.states:
-            self.states.begin(child, 0)
+        child.state = parent.state
         return True
 
     def arrange(self) -> None:

@@ -23,8 +23,8 @@ MOST = 16
 LEAST_APART = 16
 """Tokens that a snapshot saves at least; fewer are computed as fast."""
 
-PATH_SHARE = 0.25
-"""The share of the store that the snapshots of one sequence may take."""
+PATH_SHARE, SHARE = 0.25, 0.5
+"""The share of the store that the snapshots of one sequence may take, and all of them."""
 
 
 _NOTHING: SavedKV = np.empty(0, np.uint8)
@@ -54,6 +54,7 @@ class Snapshots:
         self.most = min(MOST, max(fitting, int(2 * state_bytes <= store_bytes)))
         """How many a sequence may have."""
         self.apart = LEAST_APART
+        self._limit = max(int(store_bytes * SHARE), state_bytes)
         self._order: OrderedDict[Snapshot, None] = OrderedDict()
         self._pinned: set[Snapshot] = set()
 
@@ -136,6 +137,12 @@ class Snapshots:
             before = [0, *places]
             end = places[-1]
             self.remove(kept, places[min(spare, key=lambda i: (places[i + 1] - before[i]) / (end - before[i]))])
+
+    def make_room(self, needed: int) -> bool:
+        """Give up the oldest until `needed` more bytes are within their share. False: that was not enough."""
+        while self.bytes + needed > self._limit and self.give_up_oldest():
+            pass
+        return self.bytes + needed <= self._limit
 
     def give_up_oldest(self) -> bool:
         """Give up the one that was used longest ago: nobody can go on from there any more. False: there is none."""

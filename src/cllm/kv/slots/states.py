@@ -94,7 +94,8 @@ class SlotStates:
         near = snapshots.deepest(entry.snapshots, tokens)
         if tokens - (0 if near is None else near.tokens) < snapshots.apart and tokens not in wanted:
             return
-        if not self._room.make_room(places.state_bytes, places.store_bytes):
+        size = places.state_bytes
+        if not (snapshots.make_room(size) and self._room.make_room(size, places.store_bytes)):
             return
         try:
             saved = places.ops.snapshot(sequence.slot)
