@@ -173,9 +173,9 @@ class BlockTables:
         together = 1
         if self.local is not None:
             together += self.local.cells
-            unused -= self.local.states.missing(sequence)
-            if unused < 0:
+            if (missing := self.local.states.missing(sequence)) > max(unused, 0):
                 return 0
+            unused -= missing
         return min(count, sequence.room - sequence.end + max(unused, 0) // together * self._arena.block_size)
 
     def count_state(self, sequence: KVSequence) -> None:
