@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from cllm.backends.fake import FakeBackend
+from cllm.errors import UnsupportedOperationError
 from cllm.kv.manager import KVManager
 from cllm.kv.pins import PinMark
 from cllm.kv.sequence import KVSequence
-from kv_kit import compute, computed_alone, paged
+from kv_kit import assert_states, compute, computed_alone, paged, state_of
 
 
 def compute_all(backend: FakeBackend, kv: KVManager, sequence: KVSequence) -> bool:
@@ -17,7 +18,8 @@ def compute_all(backend: FakeBackend, kv: KVManager, sequence: KVSequence) -> bo
     while (missing := len(sequence.tokens) - sequence.num_computed) > 0:
         if sequence.room <= sequence.num_computed and not kv.grow(sequence, 1):
             return False
-        compute(backend, kv, sequence, min(missing, sequence.room - sequence.num_computed))
+        count = min(missing, sequence.room - sequence.num_computed)
+        compute(backend, kv, sequence, sequence.until_stop(count, kv.unit_tokens))
         kv.check()
     return True
 
@@ -164,3 +166,50 @@ def test_what_is_given_up_before_windows_are_exact_leaves_no_snapshot(after: int
     assert not kv.fork(second, KVSequence(second.tokens)) or after >= 80
     kv.release(second)
     assert kv.usage().snapshots_taken - taken == (after >= 80) + (after > 83)
+
+
+def test_truncation_goes_back_to_the_closest_state_that_is_known() -> None:
+    class Marked(KVSequence):
+        places = (20, 46)
+
+    backend, kv = paged(blocks=100, states=3)
+    sequence = Marked([1] * 50)
+    assert kv.admit(sequence) == 0 and compute_all(backend, kv, sequence)
+    for length, known in ((50, 50), (49, 48), (48, 48), (47, 20), (19, 0)):
+        assert kv.truncate(sequence, length) == known == sequence.num_computed
+        kv.check()
+        assert_states(backend, kv)
+    assert compute_all(backend, kv, sequence)
+    assert_states(backend, kv)
+
+
+def test_what_a_state_has_seen_cannot_be_removed() -> None:
+    backend, kv = paged(blocks=100, states=3)
+    sequence = KVSequence([1] * 50)
+    assert kv.admit(sequence) == 0 and compute_all(backend, kv, sequence)
+    with pytest.raises(UnsupportedOperationError, match=r"\[4, 8\).*carry a state, which has seen them"):
+        kv.remove_range(sequence, 4, 8)
+    kv.check()
+
+
+@pytest.mark.parametrize("known", range(8, 168, 12))
+@pytest.mark.parametrize("window", [0, 9])
+def test_the_longest_sequence_has_room_for_its_states_whatever_is_cached_of_it(known: int, window: int) -> None:
+    backend, kv = paged(blocks=64, window=window, ahead=8, states=5)
+    first = KVSequence([1] * min(known, kv.max_tokens - 8))
+    assert kv.admit(first) == 0 and compute_all(backend, kv, first)
+    kv.release(first)
+    again = KVSequence([*first.tokens, *[2] * (kv.max_tokens - len(first.tokens))])
+    assert kv.admit(again) is not None
+    assert compute_all(backend, kv, again)
+    assert_states(backend, kv)
+
+
+def test_an_admission_that_finds_no_room_for_states_changes_nothing() -> None:
+    backend, kv = paged(blocks=40, states=8)
+    first, second = KVSequence([1] * 20), KVSequence([2] * 20)
+    assert kv.admit(first) == 0 and compute_all(backend, kv, first)
+    before = state_of(kv)
+    assert kv.admit(second) is None and state_of(kv) == before
+    kv.release(first)
+    assert kv.admit(second) == 0 and compute_all(backend, kv, second)

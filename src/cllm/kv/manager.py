@@ -172,7 +172,8 @@ class KVManager(ABC):
     @abstractmethod
     def truncate(self, sequence: KVSequence, length: int) -> int:
         """Discard everything computed from token `length` on. Returns how many tokens stay computed; up to one unit
-        fewer, because shared memory is given up in whole units."""
+        fewer, because shared memory is given up in whole units, and fewer where windows or states are known only
+        further back."""
 
     def keep_range(self, sequence: KVSequence, start: int, end: int) -> bool:
         """Free all positions but [start, end), which move to the beginning. False: there is no room to do so now, and
