@@ -13,16 +13,20 @@ PLACES = st.lists(st.integers(0, 3000), max_size=40)
 @given(wanted=st.lists(st.integers(0, 3000), max_size=3), likely=PLACES, computed=st.integers(0, 2000), data=st.data())
 def test_places_are_few_and_near(wanted: list[int], likely: list[int], computed: int, data: st.DataObject) -> None:
     end, cells = data.draw(st.integers(0, 3000)), data.draw(st.integers(1, 200))
-    places = places_for_states(wanted, likely, computed, end, cells)
+    places = places_for_states(wanted, likely, computed, end, cells=cells, most=99)
     assert all(computed < place <= end for place in places)
-    assert {place for place in (*wanted, end) if computed < place <= end} <= places
+    certain = {place for place in (*wanted, end) if computed < place <= end}
     messages = sorted({place for place in likely if computed < place < end - 1})
-    assert set(messages[-LAST_PLACES:]) <= places
+    assert certain | {*messages[:1], *messages[-LAST_PLACES:]} <= places
     least = max(LEAST_DISTANCE, cells)
-    assert len(places) <= len(wanted) + 1 + LAST_PLACES + max(0, (end - computed) // least).bit_length()
-    for parts in range(computed + 1, end + 1):
+    assert len(places) <= len(wanted) + 2 + LAST_PLACES + max(0, (end - computed) // least).bit_length()
+    for parts in range(messages[0] if messages else computed + 1, end + 1):
         before = max((place for place in places if place <= parts), default=computed)
         assert parts - before <= max(2 * (end - parts), 2 * least)
+    most = data.draw(st.integers(1, 20))
+    fewer = places_for_states(wanted, likely, computed, end, cells=cells, most=most)
+    assert certain <= fewer <= places and len(fewer) <= max(most, len(certain))
+    assert len(fewer) >= min(most, len(places))
 
 
 @given(blocks=st.integers(1, 100_000), cells=st.integers(1, 1000))

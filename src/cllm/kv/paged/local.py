@@ -35,6 +35,11 @@ MOST_STATES = 3
 """States that a running sequence has: one to read, one to write, and that at the end of its last full block."""
 
 
+def most_on_path(blocks: int, cells: int) -> int:
+    """Snapshots of so many cells on a path of so many blocks."""
+    return min(max(WORTH * blocks // max(1, cells), FEWEST), MOST)
+
+
 class LocalShape(NamedTuple):
     """`cells` of a block, and for how many tokens a running sequence has blocks: inside the window, and ahead; cells of
     a state; and `KVGroup.reach`, if windows can be computed again by themselves. No cells of either: there are no such
@@ -328,7 +333,7 @@ class LocalMemory:
         path = list(on_path(newest.node))
         ends = [*(end for end, _ in path), 0]
         count = sum(end not in to_pin for end, _ in path)
-        if count <= min(max(WORTH * ends[0] // max(1, newest.cells), FEWEST), MOST):
+        if count <= most_on_path(ends[0], newest.cells):
             return
         gaps = [
             (ends[i] - ends[i + 1], snapshot)

@@ -10,7 +10,7 @@ import numpy as np
 from cllm.kv.groups import LocalTable
 from cllm.kv.paged.arena import Arena
 from cllm.kv.paged.block_table import BlockMatch, allocation_of
-from cllm.kv.paged.local import LocalMemory, LocalShape, LocalSnapshot
+from cllm.kv.paged.local import LocalMemory, LocalShape, LocalSnapshot, most_on_path
 from cllm.kv.paged.resizing import ArenaResizer
 from cllm.kv.paged.room import Room
 from cllm.kv.paged.snapshot_places import further, places_for_states
@@ -76,7 +76,9 @@ class LocalTables:
         places, end = [place // size for place in sequence.places], (length - 1) // size
         if self.states.cells:
             pins = [place // size for place in sequence.to_pin]
-            ends = places_for_states((*pins, known), places, cached, end, self.states.cells)
+            cells = self.states.cells
+            most = most_on_path(end, cells)
+            ends = places_for_states((*pins, known), places, cached, end, cells=cells, most=most)
             ends.update(place for place in pins if end < place <= length // size)
         else:
             ends = {place for place in (*places, known, end) if cached < place <= length // size}
