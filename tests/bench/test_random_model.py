@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from hashlib import sha256
 from pathlib import Path
@@ -138,19 +139,23 @@ def test_llama_cpp_loads_files_of_every_architecture_and_answers_with_words(name
     assert (logits[:, :SILENT] == 0).all() and (logits.argmax(axis=1) >= SILENT).all()
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gemma4"])
-def test_our_engine_loads_them_and_agrees(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", TINY_SHAPES)
+def test_our_engine_loads_them_and_agrees_step_by_step(name: str, tmp_path: Path) -> None:
     pytest.importorskip("cllm._native", reason="the extension is not built")
     llama = pytest.importorskip("cllm_bench.quality.llama", reason="xllamacpp is not installed")
-    from step_kit import Rig
+    from cllm_bench.kernels.native import NativeEngine
 
     file = write(tmp_path / f"{name}.gguf", TINY_SHAPES[name], MIXES["q4_k_m"], name)
-    tokens = list(range(SILENT, SILENT + 60))
-    rig = Rig(file)
-    ours = rig.all_logits(tokens, rig.table(len(tokens)))
+    tokens = array("i", range(SILENT, SILENT + 60))
+    streams = NativeEngine(model=str(file), threads=1, instruction_set="auto")._open(2, 64)
+    streams.prompt(tokens[:40])
+    streams.share()
+    for position in range(40, 60):
+        streams.decode(array("i", [tokens[position]] * 2), position)
     with llama.LlamaReference(file, context=256, threads=1) as engine:
-        theirs = engine.logits(tokens)
-    assert np.corrcoef(ours[-1], theirs[-1])[0, 1] > 0.95
+        theirs = engine.logits(tokens.tolist())[-1]
+    for ours in streams._logits[:2]:
+        assert np.corrcoef(ours, theirs)[0, 1] > 0.95
 
 
 def test_what_a_file_with_random_weights_answers_is_the_same_tokens_when_it_is_read_again(tmp_path: Path) -> None:
