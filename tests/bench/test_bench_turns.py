@@ -18,7 +18,7 @@ from cllm_bench.random_model import write
 from cllm_bench.servers import Server
 from cllm_bench.workloads import turns as turns_module
 from cllm_bench.workloads.base import Setup
-from cllm_bench.workloads.turns import CHAT, EDITED, NEXT, RESTARTED, STRIPPED, TURNS, USERS, Turns, chat_counter
+from cllm_bench.workloads.turns import CHAT, TURNS, USERS, Turns, chat_counter
 from layered_kit import TINY_SHAPES
 from thorough import slow
 
@@ -84,14 +84,15 @@ async def test_every_turn_is_what_it_is_called(server: CachingServer) -> None:
     (run,) = await measured(SMALL, SETUP)
     assert run.partial is None
     chat = [messages for place, messages in server.asked if place and place.endswith("chat") and len(messages) > 1]
-    first, following, stripped, edited, restarted = chat
+    first, following, stripped, edited, back, restarted = chat
     answer = {"role": "assistant", "content": f"answer to {len(first)} words that follow more "}
     assert following[:-1] == [*first, answer] and following[-1]["role"] == "user"
     half = "words that follow more"
     assert stripped[: len(following)] == following and stripped[-2] == {"role": "assistant", "content": half}
     assert [one == other for one, other in zip(edited, stripped, strict=False)].count(False) == 1
     assert _same(edited, stripped) == len(edited) - 3 and edited[-1]["role"] == "user"
-    assert restarted[: len(edited)] == edited and len(restarted) == len(edited) + 2
+    assert back[: len(stripped)] == stripped and len(back) == len(edited) and back[-2] == edited[-2]
+    assert restarted[: len(back)] == back and len(restarted) == len(back) + 2
     users = [messages for place, messages in server.asked if place and place.endswith("users") and len(messages) > 1]
     assert len(users) == SMALL.users and len({messages[0]["content"] for messages in users}) == 1
     assert len({messages[1]["content"] for messages in users}) == SMALL.users
@@ -108,14 +109,14 @@ async def test_a_cache_that_computes_only_what_is_new_computes_one_token_for_eac
 
 async def test_answers_are_compared_with_those_of_servers_that_know_nothing(server: CachingServer) -> None:
     (run,) = await measured(SMALL, SETUP)
-    assert (run.metrics["checked"], run.metrics["unequal"]) == (5, 0)
+    assert (run.metrics["checked"], run.metrics["unequal"]) == (6, 0)
     alone = [messages for place, messages in server.asked if place is None and len(messages) > 1]
     of_cache = [messages for place, messages in server.asked if place is not None and len(messages) > 1]
-    assert len(alone) == 5 and all(messages in of_cache for messages in alone)
+    assert len(alone) == 6 and all(messages in of_cache for messages in alone)
     server.differs = True
     (run,) = await measured(SMALL, SETUP)
-    assert run.metrics["unequal"] == 5
-    assert list(run.facts["computed_alone_s"]) == [turn.key for turn in (NEXT, STRIPPED, EDITED, RESTARTED, USERS)]
+    assert run.metrics["unequal"] == 6
+    assert list(run.facts["computed_alone_s"]) == [turn.key for turn in (*CHAT, USERS)]
 
 
 async def test_servers_that_it_could_not_restart_are_refused() -> None:
@@ -143,7 +144,7 @@ def test_the_command_drives_cllm_through_a_restart(tmp_path: Path) -> None:
     file = tmp_path / "turns.json"
     assert bench("turns", "--backend", "fake", "--model", "fake", "--quick", "--json", str(file)) == 0
     rows = {row["key"]: row["ours"]["median"] for row in json.loads(file.read_text())["workloads"][0]["rows"]}
-    assert rows["unequal"] == 0 and rows["checked"] == 5
+    assert rows["unequal"] == 0 and rows["checked"] == 6
     assert rows["restarted_computed"] < rows["first_computed"] / 2
 
 
@@ -156,5 +157,5 @@ def test_a_model_with_windows_computes_what_is_new_and_answers_as_without_a_cach
     assert bench("turns", "--model", str(model), "--quick", *sizes, "--json", str(file)) == 0
     (run,) = json.loads(file.read_text())["workloads"][0]["runs"]
     metrics = run["metrics"]
-    assert metrics["unequal"] == 0 and metrics["checked"] == 5
+    assert metrics["unequal"] == 0 and metrics["checked"] == 6
     assert all(0.9 < metrics[f"{turn.key}_over_new"] < 1.2 for turn in (*CHAT, USERS))

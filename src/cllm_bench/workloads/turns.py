@@ -48,10 +48,11 @@ FIRST = Turn("first", "the whole chat, never seen", None)
 NEXT = Turn("next", "next turn", 1.1)
 STRIPPED = Turn("stripped", "next turn, half of the last answer stripped", 1.1)
 EDITED = Turn("edited", "third-last message edited", 1.1)
+BACK = Turn("back", "after the edit, the chat as it was goes on", 1.1)
 RESTARTED = Turn("restarted", "next turn, after a restart", None)
 SECOND = Turn("second", "second user of a system prompt", None)
 USERS = Turn("users", "all users from the third on", 1.1)
-CHAT = (NEXT, STRIPPED, EDITED, RESTARTED)
+CHAT = (NEXT, STRIPPED, EDITED, BACK, RESTARTED)
 TURNS = (FIRST, *CHAT, SECOND, USERS)
 MOST_OF_COMPUTING = 0.125
 """The share of a whole computation's time in which a chat goes on after a restart."""
@@ -70,9 +71,9 @@ def _figures(turn: Turn) -> list[Figure]:
 @dataclass(frozen=True)
 class Turns(Workload):
     """A chat of many messages is computed once. Then its next turn comes; the next one, which has only the second half
-    of the last answer, as if its reasoning had been stripped; the same with the third-last message edited; and after a
-    restart the next turn. At last users come one after another, each with a text of their own behind one system
-    prompt.
+    of the last answer, as if its reasoning had been stripped; the same with the third-last message edited; the one that
+    goes on without that edit; and after a restart the next turn. At last users come one after another, each with a text
+    of their own behind one system prompt.
 
     New are the tokens behind the last message that stayed the same. Our answers are compared with those of a server
     that has seen nothing, each of which computes its whole prompt.
@@ -199,7 +200,7 @@ class _Pass:
             async with self._server(disk / "chat") as client:
                 chat = await self._chat(client)
             async with self._server(disk / "chat") as client:
-                await self._next(client, RESTARTED, chat)
+                await self._next(client, RESTARTED, chat[:-1], chat[-1]["content"])
             async with self._server(disk / "users") as client:
                 await self._users(client)
         if self.side == OURS:
@@ -209,19 +210,23 @@ class _Pass:
         """The chat as it is in the end, with its last answer."""
         chat = self.work.history(self._prompts("chat"))
         await self._ask(client, FIRST, chat, 0)
-        await self._next(client, NEXT, chat)
-        stripped = self._last_answer.split()
-        chat += [_message("assistant", " ".join(stripped[len(stripped) // 2 :])), self._own_text(STRIPPED)]
+        chat = await self._next(client, NEXT, chat, self._last_answer)
+        words = self._last_answer.split()
+        chat += [_message("assistant", " ".join(words[len(words) // 2 :])), self._own_text(STRIPPED)]
         await self._ask(client, STRIPPED, chat, len(chat) - 2)
-        chat += [_message("assistant", self._last_answer), self._own_text(EDITED)]
-        chat[-3] = self._own_text(NEXT)
-        await self._ask(client, EDITED, chat, len(chat) - 3)
-        return chat
+        answer = self._last_answer
+        edited = [*chat, _message("assistant", answer), self._own_text(EDITED)]
+        edited[-3] = self._own_text(FIRST)
+        await self._ask(client, EDITED, edited, len(edited) - 3)
+        return [*await self._next(client, BACK, chat, answer), _message("assistant", self._last_answer)]
 
-    async def _next(self, client: Client, turn: Turn, chat: list[dict[str, str]]) -> None:
-        """Goes on with the answer that the server gave."""
-        chat += [_message("assistant", self._last_answer), self._own_text(turn)]
-        await self._ask(client, turn, chat, len(chat) - 1)
+    async def _next(
+        self, client: Client, turn: Turn, chat: Sequence[dict[str, str]], answer: str
+    ) -> list[dict[str, str]]:
+        """The chat goes on with the answer that the server gave."""
+        longer = [*chat, _message("assistant", answer), self._own_text(turn)]
+        await self._ask(client, turn, longer, len(longer) - 1)
+        return longer
 
     async def _users(self, client: Client) -> None:
         prompts = self._prompts("users")
