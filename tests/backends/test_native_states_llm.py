@@ -141,3 +141,16 @@ def test_preempted_equals_undisturbed(path: Path, llm: LLM) -> None:
         assert [bits(answer) for answer in narrow.generate(prompts, params, progress=False)] == expected
         assert engine_of(narrow).snapshot.preemptions > 0
         assert_idle(narrow)
+
+
+@pytest.mark.usefixtures("loading_pays")
+def test_a_restart_loses_nothing(path: Path, alone: list[list[Any]], tmp_path: Path) -> None:
+    """States come back from disk with the K/V that they belong to."""
+    disk = SETTINGS | {"kv.disk.enabled": True, "kv.disk.directory": str(tmp_path), "kv.disk.max_mb": 64}
+    with LLM(str(path), backend="native", settings=disk) as llm:
+        for _ in range(2):  # what is short is written once it was used again
+            assert bits(llm.generate([PROMPTS[5]], GREEDY, progress=False)[0]) == alone[5]
+    with LLM(str(path), backend="native", settings=disk) as llm:
+        (answer,) = llm.generate([PROMPTS[5]], GREEDY, progress=False)
+        assert answer.cached_tokens >= 192 and llm.kv()["disk"]["failed_loads"] == 0
+        assert bits(answer) == alone[5]
