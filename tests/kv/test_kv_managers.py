@@ -154,8 +154,8 @@ class StateMachine(LocalMachine):
         for sequence in self.live:
             assert sequence.state is not None
             known = sequence.state.known_at_end(size)
-            in_prompt = bool(sequence.marks) and sequence.marks[-1] <= len(sequence.tokens)
-            assert known <= sequence.num_computed < known + (STATE_BLOCKS if in_prompt else 1) * size
+            in_answer = bool(sequence.marks) and sequence.marks[-1] > len(sequence.tokens)
+            assert known <= sequence.num_computed < known + (1 if in_answer else STATE_BLOCKS) * size
             assert not known or self.kv.tables.local.states.known_at(sequence, known) is not None  # type: ignore[union-attr]
 
 

@@ -17,7 +17,7 @@ from itertools import chain, zip_longest
 LAST_PLACES = 6
 """Message ends, counted from the prompt's end, that are kept however close they are."""
 
-LEAST_DISTANCE = 16
+LEAST_DISTANCE = 32
 """Blocks between the end and the nearest of the other places, at least: what a step computes at nearly full speed."""
 
 
