@@ -62,6 +62,9 @@ RECURRENT: dict[str, ModelSpec] = {
     "mamba 2, one group": _with(Mamba2Spec(4, 64, 128, 1, 4)),
     "short convolution of odd size": _with(ShortConvSpec(75, 5)),
     "gated attention": _model(_mixer(_GATED), _mixer(_GATED)),
+    "gated attention, large heads": _model(
+        *[_mixer(replace(_GATED, head_dim_k=256, head_dim_v=256, rotation=Rotation(1e7, 64, neox=True)))] * 2
+    ),
     "beside windows": _model(_mixer(_DELTA), _mixer(_FULL), _mixer(replace(_FULL, window=20)), _mixer(_MAMBA)),
     "qwen35": _model(*[_mixer(_DELTA)] * 3, _mixer(_GATED)),
     "lfm2": _model(*[_mixer(ShortConvSpec(64, 3))] * 2, _mixer(_FULL), _mixer(ShortConvSpec(64, 3))),
