@@ -6,6 +6,7 @@ llama.cpp itself says which tensors a model of such sizes has; we fill them.
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Mapping
 from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_ubyte, c_uint32, c_void_p
 from functools import cache
@@ -91,15 +92,16 @@ class _Tensor(ctypes.Structure):
 _OnTensor = ctypes.CFUNCTYPE(None, c_void_p, c_void_p)
 
 
-def write_states_model(path: Path, architecture: str, seed: int = 0, **changes: Any) -> Path:
-    """`changes`: of its sizes, without the architecture's name; __ for a dot."""
+def write_states_model(path: Path, architecture: str, seed: int = 0, *, lacks: str = "scale$", **changes: Any) -> Path:
+    """`lacks`: in names of optional tensors that are left out. `changes`: of its sizes, without the architecture's
+    name; __ for a dot."""
     shape = _BASE | SHAPES[architecture] | {key.replace("__", "."): value for key, value in changes.items()}
     keys = {f"{architecture}.{key}": value for key, value in shape.items()}
     rng = np.random.default_rng(seed)
     tensors = {
         name: _values(rng, name, sizes)
         for name, sizes in _tensors(architecture, keys).items()
-        if not name.endswith("scale")
+        if not re.search(lacks, name)
     }
     return write_gguf(path, keys | vocabulary_keys(VOCABULARY), architecture=architecture, tensors=tensors)
 

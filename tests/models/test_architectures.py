@@ -11,14 +11,18 @@ import numpy as np
 import pytest
 
 from architecture_kit import TINY, write_tiny
+from cllm.backends.native.sizes import packed_bytes
+from cllm.errors import ModelError
 from cllm.models.architectures import ARCHITECTURES
 from cllm.models.dequantise import DEQUANTISED
-from cllm.models.features import FEATURES, STATES, features_of
-from cllm.models.gguf import GGUFModel
+from cllm.models.features import FEATURES, features_of
+from cllm.models.gguf import GGUFModel, TensorFile
 from cllm.models.gguf_decoder import decoder_spec, stored_tensors, unsupported_reason
 from cllm.models.spec import ModelSpec
 from cllm_bench.quality.llama import LlamaReference
+from gguf_kit import write_gguf
 from plain_model import Floats, PlainModel
+from states_kit import write_states_model
 
 LENGTH = 80
 """Tokens: more than the windows, and than the context before it was made longer."""
@@ -33,6 +37,18 @@ def test_every_architecture_has_a_model_here() -> None:
 @pytest.mark.parametrize("name", [name for name in TINY if name != "phi3, windows"])  # llama.cpp ignores those
 def test_the_logits_of_llama_cpp(name: str, tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "tiny.gguf", TINY[name])
+    model = GGUFModel.open(path)
+    assert unsupported_reason(model, DEQUANTISED, FEATURES) is None
+    with LlamaReference(path, context=256, threads=1, kv_type="f32") as llama:
+        expected = llama.logits(TOKENS)
+    assert distance(PlainModel(model).logits(TOKENS), expected) < LIMIT
+
+
+@pytest.mark.parametrize("architecture", [name for name, each in ARCHITECTURES.items() if each.recurrence])
+def test_files_whose_tensors_llama_cpp_names(architecture: str, tmp_path: Path) -> None:
+    """The logits of llama.cpp, from all tensors that it asks for."""
+    optional = r"scale$|^cls|^dense_2|ffn_.*bias$|^rope_freqs|attn_output.bias$"  # which it does not all use
+    path = write_states_model(tmp_path / "states.gguf", architecture, lacks=optional)
     model = GGUFModel.open(path)
     assert unsupported_reason(model, DEQUANTISED, FEATURES) is None
     with LlamaReference(path, context=256, threads=1, kv_type="f32") as llama:
@@ -99,7 +115,8 @@ WITHOUT: dict[str, tuple[str, Callable[[ModelSpec], ModelSpec]]] = {
 }
 BY_THEIR_TENSORS = {
     "biases of outputs", "norms over all heads", "K/V of other layers", "values made from keys",
-    "layers of different sizes", "gated attention", "ungated feed-forward", "layers of one part", *STATES,
+    "layers of different sizes", "gated attention", "ungated feed-forward", "layers of one part",
+    "gated delta nets", "Mamba 2", "short convolutions",
 }  # fmt: skip
 """Features without which the file's tensors could not be loaded."""
 
@@ -176,6 +193,85 @@ def test_what_cannot_run_is_named(name: str, changes: dict[str, Any], said: str,
     tiny = replace(TINY[name], keys={**TINY[name].keys, **changes})
     reason = unsupported_reason(GGUFModel.open(write_tiny(tmp_path / "tiny.gguf", tiny)), DEQUANTISED, FEATURES)
     assert reason is not None and reason.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("qwen35", {"ssm.conv_kernel": None}, "the metadata key qwen35.ssm.conv_kernel is missing"),
+        ("qwen35", {"ssm.group_count": 4}, "the metadata key qwen35.ssm.group_count is 4, which does not divide"),
+        (
+            "qwen35",
+            {"ssm.time_step_rank": 10},
+            "the metadata key qwen35.ssm.time_step_rank is 10, which does not divide",
+        ),
+        ("qwen35", {"rope.dimension_sections": None}, "qwen35.rope.dimension_sections is missing, not a list of 4"),
+        ("qwen35", {"ssm.conv_kernel": 3}, "the tensor blk.0.ssm_conv1d.weight is 4 x 160, but should be 3 x 160"),
+        ("qwen35", {"attention.recurrent_layers": [True] * 4}, "the tensor blk.3.ssm_conv1d.weight is missing"),
+        ("lfm2", {"shortconv.l_cache": 65}, "the metadata key lfm2.shortconv.l_cache is 65, not up to 64 tokens"),
+        ("lfm2", {"attention.head_count_kv": [0, 0, 0, 0]}, "the tensor blk.2.shortconv.in_proj.weight is missing"),
+        (
+            "nemotron_h",
+            {"feed_forward_length": [0, 96, 0, 0, 65]},
+            "the tensor blk.4.ffn_up.weight is 64 x 64, but should",
+        ),
+        ("mamba2", {"ssm.state_size": 17}, "the tensor blk.0.ssm_conv1d.weight is 4 x 192, but should be 4 x 196"),
+        ("mamba2", {"block_count": 1000}, "has 39 tensors, too few for 1000 layers"),
+        ("falcon-h1", {"ssm.time_step_rank": 8192}, "ssm.time_step_rank is 8192, which does not divide"),
+    ],
+)
+def test_what_is_wrong_with_a_state_is_named(name: str, changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    """As it is once the file is written."""
+    path = write_tiny(tmp_path / "tiny.gguf", TINY[name])
+    sound = GGUFModel.open(path)
+    own = {f"{sound.spec.architecture}.{key}": value for key, value in changes.items()}
+    metadata = {key: value for key, value in (dict(sound.metadata) | own).items() if value is not None}
+    with pytest.raises(ModelError) as caught:
+        wrong = GGUFModel.open(with_metadata(path, tmp_path / "wrong.gguf", metadata))
+        list(stored_tensors(wrong, decoder_spec(wrong)))
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def with_metadata(path: Path, other: Path, metadata: dict[str, Any]) -> Path:
+    """The same tensors, and other keys."""
+    sound = GGUFModel.open(path)
+    with TensorFile(sound) as file:
+        tensors = {
+            name: file.read(name).view(np.float32).reshape(info.shape[::-1]).copy()
+            for name, info in sound.tensors.items()
+        }
+    keys = {
+        key: value.tolist() if isinstance(value, np.ndarray) else value
+        for key, value in metadata.items()
+        if key != "general.architecture"
+    }
+    return write_gguf(other, keys, architecture=sound.spec.architecture, tensors=tensors)
+
+
+def test_layers_that_predict_further_tokens_are_left_aside(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "tiny.gguf", TINY["qwen35"])
+    sound = GGUFModel.open(path)
+    whole = PlainModel(sound)
+    metadata = dict(sound.metadata) | {"qwen35.nextn_predict_layers": 1}
+    model = GGUFModel.open(with_metadata(path, tmp_path / "more.gguf", metadata))
+    assert model.left_aside == 1 and model.spec.n_layers == 3
+    assert unsupported_reason(model, DEQUANTISED, FEATURES) is None
+    spec = decoder_spec(model)
+    assert not [item for item in stored_tensors(model, spec) if item.layer == 3]
+    whole.spec = replace(whole.spec, layers=whole.spec.layers[:3])
+    assert np.array_equal(PlainModel(model).logits(TOKENS), whole.logits(TOKENS))
+    assert packed_bytes(model) < packed_bytes(sound)
+
+
+def test_the_order_of_a_delta_nets_heads_matters(tmp_path: Path) -> None:
+    plain = PlainModel(GGUFModel.open(write_tiny(tmp_path / "tiny.gguf", TINY["qwen35"])))
+    expected = plain.logits(TOKENS)
+    changed = tuple(
+        replace(layer, recurrence=layer.recurrence and replace(layer.recurrence, tiled=False))
+        for layer in plain.spec.layers
+    )
+    plain.spec = replace(plain.spec, layers=changed)
+    assert distance(plain.logits(TOKENS), expected) > 20 * LIMIT
 
 
 def test_a_backend_without_features_is_told_which(tmp_path: Path) -> None:

@@ -79,8 +79,8 @@ def estimate(config: Config) -> Estimate:
         files = files_of(model)
         kind = choose_backend(config, model)
         name, spec = name_of(config, model), model.spec
-        if kind == "native" and isinstance(model, GGUFModel):
-            spec = decoder_spec(model)  # with the windows of its layers
+        if kind != "llama_cpp" and isinstance(model, GGUFModel):
+            spec = decoder_spec(model)  # with the windows and states of its layers
         weights = weights_of(config, model, kind).size
         weight_type, sampling = model.weight_type, sampling_defaults(config, model)
     is_elastic = kind == "native" or (kind == "fake" and config.backend.fake.layout == "paged")

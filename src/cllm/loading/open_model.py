@@ -100,6 +100,9 @@ def open_backend(
     if problems := check_backend_consistency(config, kind):  # those that `backend.type: auto` left open
         raise InvalidConfigError(problems)
     threads = choose_threads(config.backend.threads, read_cpus())
+    if model.left_aside:
+        layers = "layer that predicts" if model.left_aside == 1 else "layers that predict"
+        log.info("%s: its %d %s further tokens (MTP): not used", text.name, model.left_aside, layers)
     if kind == "torch" or isinstance(model, HFModel):
         return open_torch(config, model, text.name, threads, paged_max_running(config), share.kv_bytes)
     kv_bytes = share.kv_bytes

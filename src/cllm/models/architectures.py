@@ -102,6 +102,10 @@ def _nemotron_h(model: GGUFModel, index: int, slides: bool, layer: LayerSpec) ->
     return _unturned(layer)
 
 
+def _mamba2(model: GGUFModel, index: int, slides: bool, layer: LayerSpec) -> LayerSpec:
+    return replace(layer, feed_forward=None)
+
+
 def _qwen35(model: GGUFModel, index: int, slides: bool, layer: LayerSpec) -> LayerSpec:
     return layer if layer.attention is None else replace(layer, attention=replace(layer.attention, gated=True))
 
@@ -197,5 +201,5 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         layer=_nemotron_h,
     ),
     "falcon-h1": Architecture("Falcon-H1", recurrence=read_mamba2, names={"ffn_norm.weight": "ffn_norm"}),
-    "mamba2": Architecture("Mamba 2, Codestral Mamba", recurrence=read_mamba2),
+    "mamba2": Architecture("Mamba 2, Codestral Mamba", recurrence=read_mamba2, layer=_mamba2),
 }

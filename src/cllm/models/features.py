@@ -41,8 +41,6 @@ _OF_MODELS: Mapping[str, Callable[[ModelSpec], object]] = {
     "embeddings of layers": lambda each: each.layer_input_size,
 }
 FEATURES: tuple[str, ...] = (*_OF_ATTENTION, *_OF_LAYERS, *_OF_MODELS)
-STATES = frozenset({"gated delta nets", "Mamba 2", "short convolutions"})
-"""Features of layers that carry a state."""
 
 
 def features_of(spec: ModelSpec) -> list[str]:

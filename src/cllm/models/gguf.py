@@ -30,6 +30,7 @@ DAMAGED_ADVICE = f"download it again or {_ADVICE}"
 
 _POOLING: dict[int, Literal["last", "mean", "cls"]] = {1: "mean", 2: "cls", 3: "last"}
 _RANK = 4
+_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,8})\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,12 @@ class GGUFModel:
     def left_aside(self) -> int:
         """Layers behind the others that predict further tokens (MTP), which are not used."""
         return self.keys.count("nextn_predict_layers", 0) if self.spec.recurrent else 0
+
+    def leaves_aside(self, tensor: str) -> bool:
+        """Whether a tensor belongs to such a layer."""
+        found = _LAYER.match(tensor)
+        behind = int(found[1]) - self.spec.n_layers if found is not None else -1
+        return behind >= 0 and behind < self.left_aside
 
     def get(self, key: str, default: T) -> T:
         """The value of `key`, which must be of the default's type (a `None` default takes any type)."""

@@ -139,6 +139,10 @@ def _find(model: GGUFModel, spec: ModelSpec, item: TensorSpec) -> tuple[TensorSp
 def _read_layers(model: GGUFModel, architecture: Architecture, full: Rotation | None) -> tuple[LayerSpec, ...]:
     sizes, window = model.spec.layers, _read_window(model, architecture)
     recurrence = architecture.recurrence and architecture.recurrence(model)
+    if recurrence and len(sizes) > len(model.tensors):
+        raise ModelError(
+            f"{model.path}: has {len(model.tensors)} tensors, too few for {len(sizes)} layers; {DAMAGED_ADVICE}"
+        )
     sliding = [False] * len(sizes)
     if window and architecture.windows is not None:
         sliding = model.keys.sliding(len(sizes), architecture.windows.period)
@@ -254,7 +258,7 @@ def _unsupported_tensors(model: GGUFModel, architecture: Architecture, types: Co
     known = _known_tensors(model, architecture)
     for name, info in model.tensors.items():
         match = _LAYER_TENSOR.fullmatch(name)
-        if match is not None and 0 <= int(match[1]) - model.spec.n_layers < model.left_aside:
+        if model.leaves_aside(name):
             continue
         in_layer = match is not None and int(match[1]) < model.spec.n_layers and f"blk.0.{match[2]}" in known
         if not in_layer and (match is not None or name not in known):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cllm.errors import ModelError
 from cllm.models.gguf import GGUFModel
 from cllm.models.gguf_keys import Keys
-from cllm.models.spec import DeltaNetSpec, Mamba2Spec, ShortConvSpec
+from cllm.models.spec import MOST_KERNEL, MOST_STATE_HEADS, DeltaNetSpec, Mamba2Spec, ShortConvSpec
 
 
 def read_delta_net(model: GGUFModel) -> DeltaNetSpec:
@@ -16,7 +16,7 @@ def read_delta_net(model: GGUFModel) -> DeltaNetSpec:
         n_v_heads=n_v_heads,
         head_dim_k=keys.size("ssm.state_size"),
         head_dim_v=head_dim_v,
-        kernel=keys.size("ssm.conv_kernel"),
+        kernel=_kernel(keys, "ssm.conv_kernel"),
         tiled=True,
     )
 
@@ -29,13 +29,13 @@ def read_mamba2(model: GGUFModel) -> Mamba2Spec:
         head_dim=head_dim,
         state_size=keys.size("ssm.state_size"),
         n_groups=n_groups,
-        kernel=keys.size("ssm.conv_kernel"),
+        kernel=_kernel(keys, "ssm.conv_kernel"),
         norm=model.spec.architecture != "falcon-h1" or "blk.0.ssm_norm.weight" in model.tensors,
     )
 
 
 def read_short_conv(model: GGUFModel) -> ShortConvSpec:
-    return ShortConvSpec(model.spec.n_embd, model.keys.size("shortconv.l_cache"))
+    return ShortConvSpec(model.spec.n_embd, _kernel(model.keys, "shortconv.l_cache"))
 
 
 def _heads(keys: Keys) -> tuple[int, int, int]:
@@ -48,4 +48,13 @@ def _heads(keys: Keys) -> tuple[int, int, int]:
                 f"{keys.path}: the metadata key {keys.architecture}.ssm.{name} is {parts}, which does not divide "
                 f"ssm.{whole_name}, {whole}; use another .gguf file"
             )
+    if heads > MOST_STATE_HEADS:
+        raise keys.wrong_kind(f"{keys.architecture}.ssm.time_step_rank", str(heads), f"up to {MOST_STATE_HEADS} heads")
     return groups, heads, values // heads
+
+
+def _kernel(keys: Keys, suffix: str) -> int:
+    size = keys.size(suffix)
+    if size > MOST_KERNEL:
+        raise keys.wrong_kind(f"{keys.architecture}.{suffix}", str(size), f"up to {MOST_KERNEL} tokens")
+    return size

@@ -78,6 +78,8 @@ class HFModel:
         stamps, tensors = _read_tensors(path)
         if text is not None:
             tensors = text_tensors(tensors)
+        if spec.recurrent and spec.n_layers > len(tensors):
+            raise ModelError(f"{path}: has {len(tensors)} tensors, too few for {spec.n_layers} layers; {FETCH_AGAIN}")
         tied = config.get("tie_word_embeddings")
         spec = replace(spec, tied=HF_HEAD not in tensors if tied is None else fields.flag("tie_word_embeddings", False))
         factors = read_row_factors(text or fields, spec.layers[0].recurrence)

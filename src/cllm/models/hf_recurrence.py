@@ -11,7 +11,14 @@ from numpy.typing import NDArray
 
 from cllm.models.hf_architectures import HFArchitecture
 from cllm.models.json_file import Fields
-from cllm.models.spec import MOST_LAYERS, DeltaNetSpec, Mamba2Spec, ShortConvSpec
+from cllm.models.spec import (
+    MOST_KERNEL,
+    MOST_LAYERS,
+    MOST_STATE_HEADS,
+    DeltaNetSpec,
+    Mamba2Spec,
+    ShortConvSpec,
+)
 
 LayerPart = Literal["attention", "state", "both", "feed_forward"]
 _PARTS: Mapping[str, LayerPart] = {
@@ -62,14 +69,17 @@ def read_recurrence(fields: Fields, architecture: HFArchitecture) -> DeltaNetSpe
         raise fields.unsupported("time_step_limit", "but only time steps without limits are supported")
     keys = architecture.state_keys
     if architecture.recurrence == "short_conv":
-        return ShortConvSpec(fields.size("hidden_size"), _size(fields, architecture, keys[0]))
-    first, second, third, fourth, kernel = keys
+        return ShortConvSpec(fields.size("hidden_size"), _size(fields, architecture, keys[0], MOST_KERNEL))
+    first, second, third, fourth, last = keys
+    kernel = _size(fields, architecture, last, MOST_KERNEL)
     if architecture.recurrence == "delta_net":
-        n_k_heads, n_v_heads = (_size(fields, architecture, key) for key in (first, second))
+        n_k_heads, n_v_heads = (_size(fields, architecture, key, MOST_STATE_HEADS) for key in (first, second))
         _check_divides(fields, first, n_k_heads, second, n_v_heads)
         dims = [_size(fields, architecture, key) for key in (third, fourth)]
-        return DeltaNetSpec(n_k_heads, n_v_heads, dims[0], dims[1], _size(fields, architecture, kernel))
-    n_heads, state_size, n_groups = (_size(fields, architecture, key) for key in (first, third, fourth))
+        return DeltaNetSpec(n_k_heads, n_v_heads, dims[0], dims[1], kernel)
+    n_heads, state_size, n_groups = (
+        _size(fields, architecture, key, MOST_STATE_HEADS) for key in (first, third, fourth)
+    )
     _check_divides(fields, fourth, n_groups, first, n_heads)
     if fields.values.get(second) == "auto":
         inner = fields.size("mamba_d_ssm", fields.size("mamba_expand", 2) * fields.size("hidden_size"))
@@ -80,11 +90,14 @@ def read_recurrence(fields: Fields, architecture: HFArchitecture) -> DeltaNetSpe
     norm = architecture.name != "falcon-h1" or fields.flag("mamba_rms_norm", False)
     if norm and architecture.name == "falcon-h1" and fields.flag("mamba_norm_before_gate", True):
         raise fields.unsupported("mamba_norm_before_gate", "but only norms behind the gate are supported")
-    return Mamba2Spec(n_heads, head_dim, state_size, n_groups, _size(fields, architecture, kernel), norm)
+    return Mamba2Spec(n_heads, head_dim, state_size, n_groups, kernel, norm)
 
 
-def _size(fields: Fields, architecture: HFArchitecture, key: str) -> int:
-    return fields.size(key, architecture.defaults.get(key))
+def _size(fields: Fields, architecture: HFArchitecture, key: str, most: int = 1 << 31) -> int:
+    size = fields.size(key, architecture.defaults.get(key))
+    if size > most:
+        raise fields.invalid(key, f"a size of up to {most}")
+    return size
 
 
 def _check_divides(fields: Fields, key: str, part: int, whole_name: str, whole: int) -> None:

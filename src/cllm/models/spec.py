@@ -205,6 +205,8 @@ class OpaqueStateSpec:
         return (self.size,)
 
 
+MOST_STATE_HEADS, MOST_KERNEL = 4096, 64
+"""A file that claims more is damaged: every head is a part of the state, and every token that a convolution sees."""
 RecurrenceSpec = DeltaNetSpec | Mamba2Spec | ShortConvSpec | OpaqueStateSpec
 _FLOAT = 4
 

@@ -16,7 +16,7 @@ _TILE_ROWS = 16
 
 def packed_bytes(model: GGUFModel) -> int:
     """For a model that the engine can run (see `unsupported`)."""
-    return sum(map(_packed, model.tensors.values()))
+    return sum(_packed(info) for name, info in model.tensors.items() if not model.leaves_aside(name))
 
 
 def _packed(info: TensorInfo) -> int:
