@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from cllm.backends.torch.sources import open_source
 from cllm.errors import ModelError
 from cllm.models.hf_directory import HFModel
 from plain_model import PlainModel
-from torch_kit import STATES, Floats, build, random_tokens, save
+from torch_kit import STATES, Floats, build, build_seeing, random_tokens, save
 
 TOKENS = random_tokens(70)
 
@@ -90,6 +91,47 @@ def test_what_cannot_be_read_is_named(case: str, tmp_path: Path) -> None:
     change(path, **changes)
     with pytest.raises(ModelError, match=said):
         read(path)
+
+
+def test_of_a_model_of_images_the_text_part_is_read_and_further_layers_are_left_aside(tmp_path: Path) -> None:
+    network = build_seeing("Qwen3_5")
+    with torch.no_grad():
+        expected = network(input_ids=torch.tensor([TOKENS])).logits[0].numpy()
+    path = save(network, tmp_path)
+    assert HFModel.open(path).left_aside == 0
+    tensors = load_file(path / "model.safetensors")
+    tensors |= {"mtp.fc.weight": torch.zeros(64, 128), "mtp.layers.0.input_layernorm.weight": torch.zeros(64)}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    change(path, text_config=config["text_config"] | {"mtp_num_hidden_layers": 1})
+    assert HFModel.open(path).left_aside == 1
+    assert np.abs(read(path).logits(TOKENS) - expected).max() < 1e-4 * max(1.0, expected.std())
+
+
+def test_further_layers_of_a_model_of_text_are_left_aside(tmp_path: Path) -> None:
+    path = save(build("qwen3.5"), tmp_path)
+    expected = read(path).logits(TOKENS)
+    tensors = load_file(path / "model.safetensors") | {"mtp.layers.0.input_layernorm.weight": torch.zeros(64)}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    assert np.array_equal(read(path).logits(TOKENS), expected)
+    tensors["model.other.weight"] = torch.zeros(64)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"the tensor model\.other\.weight is unknown for this kind of model"):
+        read(path)
+
+
+def test_a_configuration_that_claims_more_than_there_is(tmp_path: Path) -> None:
+    path = save(build("mamba2"), tmp_path)
+    for changes, said in (
+        ({"num_hidden_layers": 1 << 15}, "tensors, too few for 32768 layers"),
+        ({"num_heads": 1 << 30}, "num_heads is 1073741824, not a size of up to 4096"),
+        ({"conv_kernel": 1 << 30}, "conv_kernel is 1073741824, not a size of up to 64"),
+    ):
+        before = (path / "config.json").read_text()
+        change(path, **changes)
+        with pytest.raises(ModelError, match=said):
+            read(path)
+        (path / "config.json").write_text(before)
 
 
 def test_older_names_of_layers(tmp_path: Path) -> None:

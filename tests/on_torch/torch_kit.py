@@ -224,10 +224,27 @@ SEEING: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Models of text and images, each with the kind and the class of its text part."""
 
 
+SEEING_WITH_STATES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "Qwen3_5": (
+        "qwen3.5",
+        "Qwen3_5Text",
+        {
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_heads": 2,
+                "out_hidden_size": 64,
+            }
+        },
+    ),
+}
+
+
 def build_seeing(family: str) -> Any:
-    kind, text, others = SEEING[family]
+    kind, text, others = (SEEING | SEEING_WITH_STATES)[family]
     torch.manual_seed(0)
-    changes = SIZES | RICH[kind][1] | {"pad_token_id": 0}
+    changes = SIZES | (RICH | STATES)[kind][1] | {"pad_token_id": 0}
     config = getattr(transformers, f"{text}Config")(**changes)
     tied = config.tie_word_embeddings
     whole = getattr(transformers, f"{family}Config")(text_config=config.to_dict(), tie_word_embeddings=tied, **others)
