@@ -16,6 +16,7 @@ raises goes to the caller, which rebuilds the memory; the state of requests is r
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections import Counter
 from enum import Enum
 from operator import attrgetter, itemgetter
@@ -399,8 +400,7 @@ class Planner:
         # Waiting costs no time: the other one computes exactly what this one would have to.
         held: int | None = None
         for other in in_progress:
-            # Where both can go on from once the other one is there: it may have computed almost all of it.
-            place = next((mark for mark in other.marks if sequence.shares(other, mark)), 0)
+            place = _shared_place(sequence, other) if other.marks else 0
             more = sequence.shares(other, self._worth_sharing(other.num_computed))
             if not (place or more):
                 continue
@@ -416,6 +416,13 @@ class Planner:
         """How many tokens two prompts must have in common, of which `computed` are done, for one to wait."""
         unit = self._kv.unit_tokens
         return -(-(computed + WAIT_FOR_PREFIX_TOKENS) // unit) * unit
+
+
+def _shared_place(sequence: Sequence, other: Sequence) -> int:
+    """Where both can go on from once the other one is there, which may have computed almost all of it; 0: nowhere."""
+    marks = other.marks  # the next one last: all from the first that they share on are shared
+    first = bisect_left(marks, True, key=lambda mark: sequence.shares(other, mark))
+    return marks[first] if first < len(marks) else 0
 
 
 def _masks_of(plan: StepPlan) -> dict[int, Mask | Exception | None]:
