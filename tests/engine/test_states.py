@@ -112,6 +112,16 @@ def test_users_of_one_system_prompt_compute_it_once(window: int) -> None:
     )
 
 
+@pytest.mark.parametrize("max_tokens", [9, 15, 21, 28, 35, 100])
+def test_who_waits_for_a_prefix_waits_until_it_can_be_gone_on_from(max_tokens: int) -> None:
+    """However close to it the other one already is."""
+    server, system = Server(max_tokens=max_tokens), message(500)
+    for i in range(3):
+        server.add([*system, *message(40 + i)], 2)
+    server.run()
+    assert server.backend.computed_tokens <= len(system) + 3 * (42 + BLOCK + 2)
+
+
 def test_a_prefix_that_was_never_a_place_is_one_from_the_second_sighting_on() -> None:
     server, shared = Server(), message(1501)[:-1]
     found = [server.ask([*shared, *message(700)], 1)[1] - 700 for _ in range(3)]
