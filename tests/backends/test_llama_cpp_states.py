@@ -229,6 +229,13 @@ def test_windows_beside_states_are_part_of_snapshots(tmp_path: Path, caplog: pyt
             assert answer(fresh, prompt).token_ids == each.token_ids
 
 
+def test_without_room_for_states_it_is_said(write: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
+    with opened(write("qwen35"), **{"resources.kv_cache_max_memory_mb": 0.65}) as llm:
+        assert "no room to keep states" in caplog.text
+        assert [answer(llm, prompt).cached_tokens for prompt in (SYSTEM + USER, SYSTEM + OTHER)] == [0, 0]
+        assert answer(llm, SYSTEM + USER + ANSWERS).cached_tokens in (0, 260)
+
+
 def test_boundaries_count_where_answers_go_on_behind_them(write: Callable[[str], Path]) -> None:
     past_the_end = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     with opened(write("lfm2")) as llm:

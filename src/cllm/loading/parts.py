@@ -243,7 +243,13 @@ def _slot_memory(config: Config, backend: Backend, budget: int, token_bytes: int
         release_after_s=config.kv.release_after_s,
         idle_bytes=_idle_bytes(config, budget, plan.geometry.slot_tokens * token_bytes + state),
     )
-    if kv.states is not None:
+    if kv.states is not None and not kv.places.snapshots.most:
+        log.warning(
+            "beside the slots there is no room to keep states of %s: a prompt that parts from what was computed before "
+            "is computed from its beginning; raise resources.kv_cache_max_memory_mb or lower n_seq_max",
+            mib(state),
+        )
+    elif kv.states is not None:
         log.info(
             "layers that carry a state take %s for each sequence; a cached prompt keeps up to %d states, at places "
             "where others can go on",
