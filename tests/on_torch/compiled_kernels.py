@@ -8,7 +8,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from cllm.backends.torch import attention_kernels, gemv, matrix_kernels
+from cllm.backends.torch import attention_kernels, gemv, matrix_kernels, state_kernels
 from cllm.backends.torch import triton_operations as sizes
 
 INTS = ("tables", "lengths", "firsts", "starts", "arrivals", "members", "extents")
@@ -61,10 +61,19 @@ def products() -> None:
         compiled(matrix_kernels.product_kernel, kinds, tiles | {"scaled": scaled, "biased": False})
 
 
+def states() -> None:
+    kinds = dict.fromkeys(("q", "k", "v", "fades", "rates", "out", "arena"), "*fp32")
+    kinds |= dict.fromkeys(("places", "reads", "writes"), "*i64") | {"cell_stride": "i64", "cells": "i32"}
+    for delta, heads, keys in ((True, 32, 128), (False, 48, 256)):
+        sizes = {"heads": heads, "values": 128, "keys": keys, "tile": 16, "padded": keys, "delta": delta}
+        compiled(state_kernels.advance_kernel, kinds, sizes, 1)
+
+
 if __name__ == "__main__":
     attention("bf16", 128)
     attention("int8", 64)
     attention("bf16", 256, window=1024, softcap=50.0)
     attention("bf16", 64, window=128, sinks=True)
     products()
+    states()
     print("all")

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from cllm.backends.base import Chunk
-from cllm.backends.torch.backend import TorchBackend
 from cllm.kv.groups import LocalBlock, LocalTable, StateTable
 from cllm.kv.ops import BlockGeometry
 from step_of import rows_of
-from torch_kit import BLOCK
 
+BLOCK = 16
 CELLS = 400
 NO_NUMBER = 255
 
@@ -37,7 +37,7 @@ class Held:
 class GroupedSteps:
     """A backend with a layout of groups, whose cells are given out by hand."""
 
-    def __init__(self, backend: TorchBackend, kv_type: str = "f32", *, apart: bool = True) -> None:
+    def __init__(self, backend: Any, kv_type: str = "f32", *, apart: bool = True) -> None:
         self.backend = backend
         self.layout = backend.spec.kv_layout(kv_type, kv_type, BLOCK, apart=apart)
         backend.allocate(BlockGeometry(CELLS, BLOCK, self.layout))

@@ -9,26 +9,41 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from triton.runtime import interpreter
 
-from cllm.backends.base import Chunk
+from cllm.backends.base import Chunk, StepResult
 from cllm.backends.torch import gemv, shared_prefixes, triton_linear, triton_operations
 from cllm.backends.torch.arena import KV_DTYPES, Arena, LayerMemory
 from cllm.backends.torch.batch import StepBatch, make_batch
 from cllm.backends.torch.linear import dequantise, quantise_rows
 from cllm.backends.torch.model import Layer, Model, Weights
-from cllm.backends.torch.operations import PlainOperations
+from cllm.backends.torch.operations import Operations, PlainOperations
+from cllm.backends.torch.recurrences import Recurrence
 from cllm.backends.torch.reference import Attention
 from cllm.backends.torch.rotations import rotation_table, temperature_table
 from cllm.backends.torch.shared_prefixes import SharedPrefixes, find_shared
+from cllm.backends.torch.state_batch import HostStates, states_on
 from cllm.backends.torch.triton_linear import ProductTile
 from cllm.backends.torch.triton_operations import TritonOperations
+from cllm.backends.torch.weights import Loader
 from cllm.kv.ops import BlockGeometry
-from cllm.models.spec import AttentionSpec, ModelSpec, Rotation, Temperature
+from cllm.models.spec import (
+    AttentionSpec,
+    DeltaNetSpec,
+    LayerSpec,
+    Mamba2Spec,
+    ModelSpec,
+    RecurrenceSpec,
+    Rotation,
+    Temperature,
+)
+from cllm.models.tensors import TensorSpec, all_tensors
+from group_kit import GroupedSteps
 from spec_kit import make_spec
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -337,6 +352,141 @@ def _in_graph(model: Model, arena: Arena, piece: Callable[[int, int], Chunk], le
     return logits
 
 
+# -- layers that differ ------------------------------------------------------------------------------------------------
+
+FULL, WINDOWED = (decoder(norms=True, kv_heads=1, n_layers=1, **more).layers[0] for more in ({}, WINDOW))
+GROUPS = replace(decoder(), layers=(WINDOWED, FULL, WINDOWED))
+
+
+class RandomSource:
+    def tensors(self, spec: ModelSpec) -> Iterator[TensorSpec]:
+        return all_tensors(spec)
+
+    def pieces(self, item: TensorSpec) -> Iterator[torch.Tensor]:
+        values = torch.randn(item.shape, generator=torch.Generator().manual_seed(item.layer + 97 * len(item.role)))
+        yield -values.abs() if item.role == "ssm_a" else values * (item.cols**-0.5 if len(item.shape) > 1 else 1.0)
+
+
+class Stepped:
+    """What `GroupedSteps` needs of a backend."""
+
+    def __init__(self, spec: ModelSpec, operations: Any, *, invariant: bool = False) -> None:
+        self.spec = spec
+        weights = Loader(RandomSource(), torch.float32, DEVICE, None).load(spec)
+        self._model = Model(spec, weights, operations, 512, invariant=invariant)
+        self._worker: Any = None
+
+    def allocate(self, geometry: BlockGeometry) -> None:
+        self._layout = geometry.layout
+        arena = Arena(self.spec, geometry, "f32", DEVICE)
+        self._worker = SimpleNamespace(context=SimpleNamespace(arena=arena))
+
+    def collect(self, chunks: Sequence[Chunk]) -> StepResult:
+        batch = make_batch(chunks, BLOCK, DEVICE, self._layout)
+        return StepResult(self._model.forward(batch, self._worker.context.arena).cpu().numpy())
+
+
+TEXT = [int(token) for token in np.random.default_rng(3).integers(0, 100, 56)]
+
+
+def groups() -> Errors:
+    """Steps of rows of all kinds over layers with windows that are apart, on kernels and in plain torch."""
+    found = []
+    for operations in (TRITON, PLAIN):
+        steps = GroupedSteps(Stepped(GROUPS, operations))
+        sequences = [steps.begin(len(TEXT)) for _ in range(3)]
+        logits = []
+        for counts in ((40, 3, 17), (1, 1, 9)):
+            chosen = zip(sequences, counts, strict=True)
+            parts = [(each, TEXT[each.done : each.done + count]) for each, count in chosen]
+            logits.append(torch.from_numpy(steps.step(*parts)))
+        found.append(torch.cat(logits))
+    return {"logits": relative(*found)}
+
+
+def cuts() -> Errors:
+    """The last logits of a text that is computed as a whole, and cut, among others."""
+    steps = GroupedSteps(Stepped(GROUPS, TRITON, invariant=True))
+    expected = steps.run(TEXT, len(TEXT))
+    one, other = steps.begin(len(TEXT)), steps.begin(len(TEXT))
+    steps.step((other, TEXT[:5]), (one, TEXT[:48]))
+    return {"among": float(not np.array_equal(steps.step((other, TEXT[5:6]), (one, TEXT[48:]))[1], expected))}
+
+
+DELTA, TILED = DeltaNetSpec(1, 2, 12, 20, 4), DeltaNetSpec(2, 4, 8, 8, 2, tiled=True)
+MAMBA = Mamba2Spec(4, 8, 16, 2, 3)
+WIDE_DELTA, WIDE_MAMBA = DeltaNetSpec(8, 32, 4, 4, 4), Mamba2Spec(32, 2, 16, 1, 3)
+"""On a CPU, torch itself gives the last values of a row other bits if they do not fill a vector."""
+
+
+def state_step(
+    spec: RecurrenceSpec,
+    arena: Arena,
+    operations: Operations,
+    given: torch.Tensor,
+    rows: Sequence[tuple[int, int, int]],
+) -> torch.Tensor:
+    """What the tokens give that `given` has, of rows of so many, each with a first cell to read (below 0: it begins)
+    and one to write."""
+    generator = torch.Generator().manual_seed(1)
+    channels, heads, width = (
+        (spec.conv_size, spec.n_v_heads, spec.head_dim_v)
+        if isinstance(spec, DeltaNetSpec)
+        else (spec.conv_size, spec.n_heads, spec.inner_size)
+    )
+    taps, bias, decay, step, skip, norm = (
+        torch.rand(*size, generator=generator).to(DEVICE)
+        for size in ((spec.kernel, channels), (channels,), (heads,), (heads,), (heads,), (width,))
+    )
+    recurrence = Recurrence(spec, 1e-5, taps, bias, -decay, step, skip, norm)
+    cells = state_layout(spec).states.cells
+    starts = np.cumsum([0, *(count for count, _, _ in rows)]).astype(np.int32)
+    reads, writes = (
+        np.array([[first + cell if first >= 0 else -1 for cell in range(cells)] for first in firsts], np.int32)
+        for firsts in zip(*(row[1:] for row in rows), strict=True)
+    )
+    on_device = (torch.from_numpy(part).to(DEVICE) for part in (starts, reads, writes))
+    batch = states_on(HostStates(reads, writes, starts), *on_device)
+    return operations.recur(given.to(DEVICE), recurrence, batch, arena.states[0])
+
+
+def state_layout(spec: RecurrenceSpec) -> Any:
+    layers = replace(decoder(), layers=(LayerSpec(None, None, recurrence=spec),))
+    return layers.kv_layout("f32", "f32", BLOCK, apart=True)
+
+
+def state_arena(spec: RecurrenceSpec) -> Arena:
+    layers = replace(decoder(), layers=(LayerSpec(None, None, recurrence=spec),))
+    arena = Arena(layers, BlockGeometry(80, BLOCK, state_layout(spec)), "f32", DEVICE)
+    arena.data.fill_(255)
+    return arena
+
+
+def states(spec: RecurrenceSpec, width: int) -> Errors:
+    """On kernels and in plain torch: rows that begin, chunks and single tokens; then all go on."""
+    outs, arenas = [], []
+    given = torch.randn(14, width, generator=torch.Generator().manual_seed(2))
+    for operations in (TRITON, PLAIN):
+        arena = state_arena(spec)
+        first = state_step(spec, arena, operations, given[:9], [(1, -1, 0), (5, -1, 20), (3, -1, 40)])
+        second = state_step(spec, arena, operations, given[9:], [(1, 0, 60), (1, 20, 0), (3, 40, 20)])
+        outs.append(torch.cat((first, second)))
+        arenas.append(torch.cat([part.read(torch.arange(20)[None].to(DEVICE), None).flatten() for part in (
+            arena.states[0].heads, arena.states[0].inputs)]))  # fmt: skip
+    return {"given": relative(*outs), "kept": relative(*arenas)}
+
+
+def state_bits(spec: RecurrenceSpec, width: int) -> Errors:
+    """A text as a whole, and cut, among others."""
+    given = torch.randn(5, width, generator=torch.Generator().manual_seed(3))
+    arena = state_arena(spec)
+    whole = state_step(spec, arena, TRITON.invariant(), given, [(5, -1, 0)])
+    parts = [state_step(spec, arena, TRITON.invariant(), torch.cat((given[:1], given[:2])), [(1, -1, 60), (2, -1, 20)])]
+    parts.append(state_step(spec, arena, TRITON.invariant(), given[2:3], [(1, 20, 40)]))
+    parts.append(state_step(spec, arena, TRITON.invariant(), given[3:], [(2, 40, 20)]))
+    return {"cut": float(not torch.equal(torch.cat(parts)[1:], whole))}
+
+
 def all_errors() -> Iterator[tuple[str, Callable[[], Errors]]]:
     shapes = {"plain": decoder(), "norms": decoder(norms=True), "group of 3": decoder(group=3, head_dim=32)}
     known, f32 = dict(batches()), torch.float32
@@ -378,6 +528,12 @@ def all_errors() -> Iterator[tuple[str, Callable[[], Errors]]]:
     for label in ("cap", "sinks"):
         yield f"f32 shared {label}", lambda label=label: attention(RICH[label], sharing_batch(), f32, "f32")
     yield "int8 cache window", lambda: attention(RICH["all"], mixed, f32, "int8")
+    yield "f32 groups", groups
+    yield "bits groups", cuts
+    for label, rule, width in (("delta", DELTA, 108), ("tiled delta", TILED, 104), ("Mamba 2", MAMBA, 132)):
+        yield f"f32 {label}", lambda rule=rule, width=width: states(rule, width)
+    for label, rule, width in (("delta", WIDE_DELTA, 384), ("Mamba 2", WIDE_MAMBA, 192)):
+        yield f"bits {label}", lambda rule=rule, width=width: state_bits(rule, width)
     small = decoder(norms=True, n_layers=1, kv_heads=1)
     yield "bits window", lambda: invariance(decoder(n_layers=1, kv_heads=1, **WINDOW), f32, "f32", length=70)
     yield "bits int8", lambda: invariance(small, f32, "int8", fp8=True)

@@ -303,7 +303,7 @@ def batch_on(
         decode_rows=host.decode_rows,
         longest_chunk=host.longest_chunk,
         longest=host.longest,
-        states=None if host.states is None else states_on(host.states, *moved[9:11]),
+        states=None if host.states is None else states_on(host.states, starts, *moved[9:11]),
     )
     behind = 9 + len(own) + len(local)
     if local:

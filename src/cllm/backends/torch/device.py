@@ -80,6 +80,8 @@ def unsupported_heads(spec: ModelSpec, device: torch.device, kv_type: str) -> st
         return f"its heads have {wrong} dimensions, but the kernels need a power of two, at least 16 (use --device cpu)"
     if any(own.head_dim_k != own.head_dim_v for own in spec.attentions):
         return "its keys and values differ in size, which the kernels cannot compute (use --device cpu)"
+    if spec.recurrent and kv_type == "int8":
+        return "it carries states, beside which the kernels cannot store int8 (use f16)"
     if len(sizes) > 1 and kv_type == "int8":
         return "its layers differ in the size of their heads, which the kernels cannot store as int8 (use f16)"
     return None

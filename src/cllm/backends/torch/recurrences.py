@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -39,25 +40,30 @@ class Recurrence:
     norm: Tensor | None = None
 
 
-@dataclass(slots=True)
-class _Carried:
-    """The states of rows, which are brought up to date."""
+class Carried(Protocol):
+    """The states of a step's rows, which are brought up to date."""
 
-    heads: Tensor
-    """[rows, heads, values, keys]"""
     inputs: Tensor
     """[rows, earlier tokens, channels]"""
+
+    @property
+    def turns(self) -> Turns | None:
+        """None: every row is one token."""
+
+    def advance(self, rule: Rule, given: tuple[Tensor, ...]) -> Tensor:
+        """What each token gives, when those of a row go through the rule one after another."""
+
+    def normed(self, x: Tensor, eps: float) -> Tensor: ...
 
 
 def recur(given: Tensor, recurrence: Recurrence, batch: StateBatch, memory: StateMemory, *, alone: bool) -> Tensor:
     """What the output matrix is multiplied with, [tokens, values], from what the input matrices gave. States are read
     and written. `alone`: token by token, for the same bits whatever else is in the step."""
-    carried = _Carried(*(part.read(batch.reads, batch.fresh) for part in (memory.heads, memory.inputs)))
-    wide = given.float()
-    if alone:
-        out = torch.cat(list(_one_by_one(wide, recurrence, batch, carried)))
-    else:
-        out = _compute(wide, recurrence, batch.turns, carried)
+    heads, inputs = (part.read(batch.reads, batch.fresh) for part in (memory.heads, memory.inputs))
+    carried, wide = _Carried(heads, inputs, batch.turns), given.float()
+    out = (
+        torch.cat(list(_one_by_one(wide, recurrence, batch, carried))) if alone else compute(wide, recurrence, carried)
+    )
     memory.heads.write(batch.writes, carried.heads)
     memory.inputs.write(batch.writes, carried.inputs)
     return out.to(given.dtype)
@@ -65,51 +71,69 @@ def recur(given: Tensor, recurrence: Recurrence, batch: StateBatch, memory: Stat
 
 def _one_by_one(given: Tensor, recurrence: Recurrence, batch: StateBatch, carried: _Carried) -> Iterator[Tensor]:
     for row, (first, end) in enumerate(batch.extents):
-        own = _Carried(carried.heads[row : row + 1], carried.inputs[row : row + 1])
+        own = _Carried(carried.heads[row : row + 1], carried.inputs[row : row + 1], None)
         for at in range(first, end):
-            yield _compute(given[at : at + 1], recurrence, None, own)
-        carried.heads[row], carried.inputs[row] = own.heads[0], own.inputs[0]
+            yield compute(given[at : at + 1], recurrence, own)
+        carried.inputs[row] = own.inputs[0]
 
 
-def _compute(given: Tensor, recurrence: Recurrence, turns: Turns | None, carried: _Carried) -> Tensor:
+@dataclass(slots=True)
+class _Carried:
+    heads: Tensor
+    """[rows, heads, values, keys]"""
+    inputs: Tensor
+    turns: Turns | None
+
+    def advance(self, rule: Rule, given: tuple[Tensor, ...]) -> Tensor:
+        """As many tokens together as there are rows that have one more."""
+        turns = self.turns
+        if turns is None:
+            return rule(self.heads, *given)
+        states = self.heads[turns.order]
+        given = tuple(part[turns.tokens] for part in given)
+        found, first = [], 0
+        for count in turns.counts:
+            found.append(rule(states[:count], *(part[first : first + count] for part in given)))
+            first += count
+        self.heads[turns.order] = states
+        return torch.cat(found)[turns.back]
+
+    def normed(self, x: Tensor, eps: float) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def compute(given: Tensor, recurrence: Recurrence, carried: Carried) -> Tensor:
     spec = recurrence.spec
     if isinstance(spec, DeltaNetSpec):
-        return _delta_net(given, spec, recurrence, turns, carried)
+        return _delta_net(given, spec, recurrence, carried)
     if isinstance(spec, Mamba2Spec):
-        return _mamba2(given, spec, recurrence, turns, carried)
+        return _mamba2(given, spec, recurrence, carried)
     assert isinstance(spec, ShortConvSpec)
-    return _short_conv(given, spec, recurrence, turns, carried)
-
-
-def _short_conv(
-    given: Tensor, spec: ShortConvSpec, recurrence: Recurrence, turns: Turns | None, carried: _Carried
-) -> Tensor:
     before, behind, x = given.split(spec.size, dim=1)
-    return behind * _convolve(before * x, recurrence, turns, carried)
+    return behind * _convolve(before * x, recurrence, carried)
 
 
-def _delta_net(
-    given: Tensor, spec: DeltaNetSpec, recurrence: Recurrence, turns: Turns | None, carried: _Carried
-) -> Tensor:
-    heads = spec.n_v_heads
+def _delta_net(given: Tensor, spec: DeltaNetSpec, recurrence: Recurrence, carried: Carried) -> Tensor:
+    heads, dim = spec.n_v_heads, spec.head_dim_k
     mixed, gate, rate, step = given.split([spec.conv_size, spec.v_size, heads, heads], dim=1)
-    mixed = functional.silu(_convolve(mixed, recurrence, turns, carried))
+    mixed = functional.silu(_convolve(mixed, recurrence, carried))
     q, k, v = mixed.split([spec.k_size, spec.k_size, spec.v_size], dim=1)
-    q, k = (_unit(part.unflatten(1, (spec.n_k_heads, -1)), recurrence.eps) for part in (q, k))
+    # Vectors of length 1, but for `eps`, which is added to the squared length; queries are divided as in attention.
+    q, k = (carried.normed(part.unflatten(1, (spec.n_k_heads, -1)), recurrence.eps / dim) for part in (q, k))
     numbers = torch.arange(heads, device=given.device)
     own = numbers % spec.n_k_heads if spec.tiled else numbers // (heads // spec.n_k_heads)
-    q, k, v = (q * spec.head_dim_k**-0.5)[:, own], k[:, own], v.unflatten(1, (heads, -1))
+    q, k, v = (q / dim)[:, own], (k * dim**-0.5)[:, own], v.unflatten(1, (heads, -1))
     assert recurrence.decay is not None and recurrence.step_bias is not None and recurrence.norm is not None
     fade = torch.exp(recurrence.decay * functional.softplus(step + recurrence.step_bias))
-    attended = _in_turn(_delta_rule, (q, k, v, rate.sigmoid(), fade), turns, carried)
-    normed = _normed(attended, recurrence.eps) * recurrence.norm
+    attended = carried.advance(delta_rule, (q, k, v, fade, rate.sigmoid()))
+    normed = carried.normed(attended, recurrence.eps) * recurrence.norm
     return normed.flatten(1) * functional.silu(gate)
 
 
-def _mamba2(given: Tensor, spec: Mamba2Spec, recurrence: Recurrence, turns: Turns | None, carried: _Carried) -> Tensor:
+def _mamba2(given: Tensor, spec: Mamba2Spec, recurrence: Recurrence, carried: Carried) -> Tensor:
     heads, groups, between = spec.n_heads, spec.n_groups, spec.n_groups * spec.state_size
     gate, mixed, step = given.split([spec.inner_size, spec.conv_size, heads], dim=1)
-    mixed = functional.silu(_convolve(mixed, recurrence, turns, carried))
+    mixed = functional.silu(_convolve(mixed, recurrence, carried))
     x, b, c = mixed.split([spec.inner_size, between, between], dim=1)
     x = x.unflatten(1, (heads, -1))
     own = torch.arange(heads, device=given.device) // (heads // groups)
@@ -117,25 +141,22 @@ def _mamba2(given: Tensor, spec: Mamba2Spec, recurrence: Recurrence, turns: Turn
     assert recurrence.decay is not None and recurrence.step_bias is not None and recurrence.skip is not None
     step = functional.softplus(step + recurrence.step_bias)
     fade = torch.exp(step * recurrence.decay)
-    found = _in_turn(_scan_rule, (c, b, x * step[:, :, None], fade), turns, carried)
+    found = carried.advance(scan_rule, (c, b, x * step[:, :, None], fade))
     gated = (found + x * recurrence.skip[:, None]).flatten(1) * functional.silu(gate)
     if recurrence.norm is None:
         return gated
-    return _normed(gated.unflatten(1, (groups, -1)), recurrence.eps).flatten(1) * recurrence.norm
+    return carried.normed(gated.unflatten(1, (groups, -1)), recurrence.eps).flatten(1) * recurrence.norm
 
 
-# -- parts -----------------------------------------------------------------------------------------------------------
-
-
-def _convolve(x: Tensor, recurrence: Recurrence, turns: Turns | None, carried: _Carried) -> Tensor:
+def _convolve(x: Tensor, recurrence: Recurrence, carried: Carried) -> Tensor:
     """Every channel over its last tokens. The inputs of the last ones are left for the tokens to come."""
-    taps, kernel = recurrence.taps, len(recurrence.taps)
+    taps, turns = recurrence.taps, carried.turns
     if turns is None:
         seen = torch.cat((carried.inputs, x[:, None]), dim=1)
         inputs, carried.inputs = seen.unbind(1), seen[:, 1:]
     else:
         known = torch.cat((carried.inputs.flatten(0, 1), x))
-        sources, left = turns.sources(kernel)
+        sources, left = turns.sources(len(taps))
         inputs, carried.inputs = tuple(known[place] for place in sources.unbind(1)), known[left]
     out = inputs[0] * taps[0]
     for each, tap in zip(inputs[1:], taps[1:], strict=True):
@@ -143,36 +164,14 @@ def _convolve(x: Tensor, recurrence: Recurrence, turns: Turns | None, carried: _
     return out if recurrence.conv_bias is None else out + recurrence.conv_bias
 
 
-def _unit(x: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
-
-
-def _normed(x: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-
-
-def _in_turn(rule: Rule, given: tuple[Tensor, ...], turns: Turns | None, carried: _Carried) -> Tensor:
-    """A rule over all tokens, as many together as there are rows that have one more."""
-    if turns is None:
-        return rule(carried.heads, *given)
-    states = carried.heads[turns.order]
-    given = tuple(part[turns.tokens] for part in given)
-    found, first = [], 0
-    for count in turns.counts:
-        found.append(rule(states[:count], *(part[first : first + count] for part in given)))
-        first += count
-    carried.heads[turns.order] = states
-    return torch.cat(found)[turns.back]
-
-
-def _delta_rule(states: Tensor, q: Tensor, k: Tensor, v: Tensor, rate: Tensor, fade: Tensor) -> Tensor:
+def delta_rule(states: Tensor, q: Tensor, k: Tensor, v: Tensor, fade: Tensor, rate: Tensor) -> Tensor:
     states *= fade[:, :, None, None]
     change = (v - (states * k[:, :, None]).sum(-1)) * rate[:, :, None]
     states.addcmul_(change[..., None], k[:, :, None])
     return (states * q[:, :, None]).sum(-1)
 
 
-def _scan_rule(states: Tensor, c: Tensor, b: Tensor, x: Tensor, fade: Tensor) -> Tensor:
+def scan_rule(states: Tensor, q: Tensor, k: Tensor, v: Tensor, fade: Tensor) -> Tensor:
     states *= fade[:, :, None, None]
-    states.addcmul_(x[..., None], b[:, :, None])
-    return (states * c[:, :, None]).sum(-1)
+    states.addcmul_(v[..., None], k[:, :, None])
+    return (states * q[:, :, None]).sum(-1)

@@ -79,11 +79,14 @@ class StateBatch:
     """On the model's device, int64."""
 
     reads: Tensor
+    """[rows, cells]; below 0: the row begins"""
     writes: Tensor
     fresh: Tensor | None
     """[rows]: which of them begin; None: none does"""
     extents: tuple[tuple[int, int], ...]
     """Each row's first token, and the one behind its last."""
+    starts: Tensor
+    """The same: where each row's tokens begin, and where the last one's end."""
     turns: Turns | None
     """None: every row is one token"""
 
@@ -108,13 +111,13 @@ def read_states(chunks: Sequence[Chunk], starts: Ints, cells: int, most: int) ->
     return HostStates(reads, writes, starts)
 
 
-def states_on(host: HostStates, reads: Tensor, writes: Tensor) -> StateBatch:
-    """`reads` and `writes` are on the device."""
+def states_on(host: HostStates, starts: Tensor, reads: Tensor, writes: Tensor) -> StateBatch:
+    """All but `host` is on the device."""
     fresh = reads[:, 0] < 0 if host.begins else None
     sizes = np.diff(host.starts)
     extents = tuple(zip(host.starts[:-1].tolist(), host.starts[1:].tolist(), strict=True))
     turns = None if int(sizes.max(initial=1)) == 1 else _turns(host.starts, sizes, reads.device)
-    return StateBatch(reads.clamp(min=0).long(), writes.long(), fresh, extents, turns)
+    return StateBatch(reads.long(), writes.long(), fresh, extents, starts, turns)
 
 
 def _turns(starts: Ints, sizes: Ints, device: torch.device) -> Turns:

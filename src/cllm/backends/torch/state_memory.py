@@ -41,6 +41,7 @@ class StateParts:
 
     def read(self, cells: Tensor, fresh: Tensor | None) -> Tensor:
         """A copy of each row's parts, [rows, *shape]. `cells` is [rows, cells of a block]; `fresh` rows get zeros."""
+        cells = cells.clamp(min=0)
         out = torch.empty((len(cells), sum(run.size for run in self.runs)), dtype=torch.float32, device=cells.device)
         for part, run in zip(self._parts(out), self.runs, strict=True):
             part.copy_(run.values[cells[:, run.cell : run.cell + run.cells]])
@@ -66,6 +67,10 @@ class StateMemory:
     """[heads, values, keys] of a row"""
     inputs: StateParts
     """[earlier tokens, channels] of a row"""
+    arena: Tensor
+    """[cells, values]"""
+    places: Tensor
+    """[2, heads], int64: the cell of a state's block that each head's part is in, and from which value on"""
 
 
 def state_memory(arena: Tensor, spec: RecurrenceSpec, places: Sequence[StatePlace]) -> StateMemory:
@@ -81,6 +86,11 @@ def state_memory(arena: Tensor, spec: RecurrenceSpec, places: Sequence[StatePlac
     return StateMemory(
         _state_parts(arena, places[: heads[0]], heads[1] * heads[2], heads),
         _state_parts(arena, places[heads[0] :], channels, (spec.kernel - 1, channels)),
+        arena,
+        torch.tensor(
+            [[place.cell for place in places[: heads[0]]], [place.offset // FLOAT for place in places[: heads[0]]]],
+            device=arena.device,
+        ),
     )
 
 

@@ -8,12 +8,12 @@ import torch
 import triton
 from torch import Tensor
 
-from cllm.backends.torch import attention_kernels, kernels, reference
+from cllm.backends.torch import attention_kernels, kernels, reference, triton_states
 from cllm.backends.torch.arena import LayerMemory
 from cllm.backends.torch.batch import StepBatch
 from cllm.backends.torch.gemv import chains, gemv
 from cllm.backends.torch.operations import Operations
-from cllm.backends.torch.recurrences import Recurrence, recur
+from cllm.backends.torch.recurrences import Recurrence
 from cllm.backends.torch.reference import Attention
 from cllm.backends.torch.shared_prefixes import MOST_SPLITS, TOGETHER
 from cllm.backends.torch.state_batch import StateBatch
@@ -113,7 +113,7 @@ class TritonOperations(Operations):
         return out
 
     def recur(self, given: Tensor, recurrence: Recurrence, batch: StateBatch, memory: StateMemory) -> Tensor:
-        return recur(given, recurrence, batch, memory, alone=False)
+        return triton_states.recur(given, recurrence, batch, memory, _norm_rows)
 
     def _decode(self, q: Tensor, attention: Attention, batch: StepBatch, memory: LayerMemory, out: Tensor) -> None:
         kv, rows, heads, dim, window = memory.keys, batch.decode_rows, q.shape[1], q.shape[2], attention.spec.window
@@ -198,9 +198,6 @@ class InvariantOperations(TritonOperations):
             grid = tiles, kv_heads, len(batch.lengths) - batch.decode_rows
             self._launch(q, attention, batch, memory, out, (q, q, q), batch.decode_rows, grid, parted=False)
         return out
-
-    def recur(self, given: Tensor, recurrence: Recurrence, batch: StateBatch, memory: StateMemory) -> Tensor:
-        return recur(given, recurrence, batch, memory, alone=True)
 
     def _launch(
         self,
