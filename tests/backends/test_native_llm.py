@@ -21,9 +21,11 @@ from cllm.config import load_config
 from cllm.errors import BackendError, CLLMError, ConfigError, ModelError, RequestCancelledError
 from cllm.loading.parts import ModelParts
 from engine_kit import assert_nothing_left
+from gguf_kit import with_keys
 from llm_kit import LONG, PROMPTS, assert_idle, bits, empty_cache, engine_of
 from loading_kit import load_parts
 from native_kit import build_model, write_model
+from states_kit import write_states_model
 
 pytestmark = pytest.mark.model
 
@@ -275,6 +277,15 @@ def test_auto_falls_back_to_llama_cpp_and_says_why(foreign: str, caplog: pytest.
     assert assembled("auto", foreign) == "llama_cpp"
     (line,) = [record.getMessage() for record in caplog.records if "using llama_cpp" in record.getMessage()]
     assert line.startswith("native cannot run foreign.gguf: ") and "yarn" in line.lower() and "\n" not in line
+
+
+def test_layers_that_predict_further_tokens_get_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sound = write_states_model(tmp_path / "sound.gguf", "qwen35", lacks="scale$|^cls")
+    path = with_keys(sound, tmp_path / "further.gguf", {"qwen35.nextn_predict_layers": 1})
+    with caplog.at_level(logging.INFO, "cllm"):
+        assert assembled("auto", str(path)) == "native"
+    said = [message for message in caplog.messages if "MTP" in message]
+    assert said == ["further: its 1 layer that predicts further tokens (MTP) is not used"]
 
 
 def test_what_auto_falls_back_to_has_relations_too(foreign: str) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 
+from cllm.models.gguf import GGUFModel, TensorFile
+
 LLAMA_KEYS: dict[str, Any] = {
     "llama.block_count": 2,
     "llama.context_length": 128,
@@ -62,3 +64,19 @@ def tiny_model(path: Path) -> Path:
     }
     tensors = {"one.weight": np.ones((4, 32), np.float32), "two.weight": np.ones((8, 32), np.float32)}
     return write_gguf(path, LLAMA_KEYS | extra, tensors=tensors)
+
+
+def with_keys(path: Path, other: Path, changes: Mapping[str, Any]) -> Path:
+    """A copy of a file whose tensors are all f32, with other keys; None: without one."""
+    model = GGUFModel.open(path)
+    with TensorFile(model) as file:
+        tensors = {
+            name: file.read(name).view(np.float32).reshape(info.shape[::-1]).copy()
+            for name, info in model.tensors.items()
+        }
+    keys = {
+        key: value.tolist() if isinstance(value, np.ndarray) else value
+        for key, value in (dict(model.metadata) | dict(changes)).items()
+        if value is not None and key != "general.architecture"
+    }
+    return write_gguf(other, keys, architecture=model.spec.architecture, tensors=tensors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import resource
+from array import array
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -13,9 +14,13 @@ import numpy as np
 import psutil
 
 from cllm._native import Engine
+from cllm.backends.base import Chunk
+from cllm.backends.native import NativeBackend
 from cllm.backends.native.loader import load_engine
 from cllm.config import Config, load_config
 from cllm.errors import CLLMError, ModelError
+from cllm.kv.groups import LocalBlock, StateTable
+from cllm.kv.ops import BlockGeometry
 from cllm.loading.parts import ModelParts, load_model
 from cllm.loading.text_model import PRELOADED
 from cllm.models.gguf import GGUFModel
@@ -38,13 +43,27 @@ def next_logits(engine: Engine, n_vocab: int, tokens: list[int]) -> np.ndarray[A
     return logits[0]
 
 
+def compute_with_state(model: GGUFModel) -> None:
+    """One token, whose state is kept."""
+    with NativeBackend(model, threads=1, instruction_set="auto", kv_type_k="f16", kv_type_v="f16") as backend:
+        layout = backend.spec.kv_layout("f16", "f16", 16, apart=False)
+        cells = layout.states.cells if layout.states is not None else 0
+        backend.allocate(BlockGeometry(1 + cells, 16, layout))
+        state = StateTable()
+        state.next = LocalBlock(list(range(1, 1 + cells)))
+        backend.collect([Chunk(array("i", [0]), 0, 1, blocks=[0], state=state)])
+
+
 def load_and_use(path: Path, *, with_text: bool) -> str:
     """Load a file, compute a token with it if it loads, and say what happened."""
     try:
         model = GGUFModel.open(path)
         if with_text:
             use_text(model)
-        next_logits(load_engine(model, threads=1), model.spec.n_vocab, [0])
+        if model.spec.recurrent:
+            compute_with_state(model)
+        else:
+            next_logits(load_engine(model, threads=1), model.spec.n_vocab, [0])
     except ModelError as error:
         return f"refused: {error}"
     except BaseException as error:

@@ -16,11 +16,11 @@ from cllm.errors import ModelError
 from cllm.models.architectures import ARCHITECTURES
 from cllm.models.dequantise import DEQUANTISED
 from cllm.models.features import FEATURES, features_of
-from cllm.models.gguf import GGUFModel, TensorFile
+from cllm.models.gguf import GGUFModel
 from cllm.models.gguf_decoder import decoder_spec, stored_tensors, unsupported_reason
 from cllm.models.spec import ModelSpec
 from cllm_bench.quality.llama import LlamaReference
-from gguf_kit import write_gguf
+from gguf_kit import with_keys
 from plain_model import Floats, PlainModel
 from states_kit import write_states_model
 
@@ -225,35 +225,17 @@ def test_what_is_wrong_with_a_state_is_named(name: str, changes: dict[str, Any],
     path = write_tiny(tmp_path / "tiny.gguf", TINY[name])
     sound = GGUFModel.open(path)
     own = {f"{sound.spec.architecture}.{key}": value for key, value in changes.items()}
-    metadata = {key: value for key, value in (dict(sound.metadata) | own).items() if value is not None}
     with pytest.raises(ModelError) as caught:
-        wrong = GGUFModel.open(with_metadata(path, tmp_path / "wrong.gguf", metadata))
+        wrong = GGUFModel.open(with_keys(path, tmp_path / "wrong.gguf", own))
         list(stored_tensors(wrong, decoder_spec(wrong)))
     assert said in str(caught.value) and "\n" not in str(caught.value)
-
-
-def with_metadata(path: Path, other: Path, metadata: dict[str, Any]) -> Path:
-    """The same tensors, and other keys."""
-    sound = GGUFModel.open(path)
-    with TensorFile(sound) as file:
-        tensors = {
-            name: file.read(name).view(np.float32).reshape(info.shape[::-1]).copy()
-            for name, info in sound.tensors.items()
-        }
-    keys = {
-        key: value.tolist() if isinstance(value, np.ndarray) else value
-        for key, value in metadata.items()
-        if key != "general.architecture"
-    }
-    return write_gguf(other, keys, architecture=sound.spec.architecture, tensors=tensors)
 
 
 def test_layers_that_predict_further_tokens_are_left_aside(tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "tiny.gguf", TINY["qwen35"])
     sound = GGUFModel.open(path)
     whole = PlainModel(sound)
-    metadata = dict(sound.metadata) | {"qwen35.nextn_predict_layers": 1}
-    model = GGUFModel.open(with_metadata(path, tmp_path / "more.gguf", metadata))
+    model = GGUFModel.open(with_keys(path, tmp_path / "more.gguf", {"qwen35.nextn_predict_layers": 1}))
     assert model.left_aside == 1 and model.spec.n_layers == 3
     assert unsupported_reason(model, DEQUANTISED, FEATURES) is None
     spec = decoder_spec(model)

@@ -101,8 +101,8 @@ def open_backend(
         raise InvalidConfigError(problems)
     threads = choose_threads(config.backend.threads, read_cpus())
     if model.left_aside:
-        layers = "layer that predicts" if model.left_aside == 1 else "layers that predict"
-        log.info("%s: its %d %s further tokens (MTP): not used", text.name, model.left_aside, layers)
+        layers, verb = ("layer that predicts", "is") if model.left_aside == 1 else ("layers that predict", "are")
+        log.info("%s: its %d %s further tokens (MTP) %s not used", text.name, model.left_aside, layers, verb)
     if kind == "torch" or isinstance(model, HFModel):
         return open_torch(config, model, text.name, threads, paged_max_running(config), share.kv_bytes)
     kv_bytes = share.kv_bytes
