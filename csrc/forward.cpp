@@ -85,6 +85,7 @@ void Forward::plan_rows(const std::vector<Chunk>& chunks) {
     first_rows_.clear();
     positions_.clear();
     dropped_.clear();
+    known_.clear();
     tables_.clear();
     wanted_.clear();
     logit_rows_.clear();
@@ -95,6 +96,7 @@ void Forward::plan_rows(const std::vector<Chunk>& chunks) {
         for (int i = 0; i < chunk.tokens; ++i) {
             positions_.push_back(chunk.first_position + i);
             dropped_.push_back(chunk.dropped);
+            known_.push_back(chunk.known);
             tables_.push_back(chunk.tables);
         }
         const int end = int(positions_.size()), needed = chunk.needed_rows(), first = int(wanted_.size());

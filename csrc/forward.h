@@ -35,6 +35,7 @@ struct Chunk {
     int scored = 0;  // number of first tokens whose successors are scored
     Pooling pooling = Pooling::none;
     StateCells state = {};
+    int known = 0;  // K and V of positions before this one are there in layers without a window: they are not written again
 
     // How many of its last tokens go through all layers; of the others, only K and V, and the state, are needed.
     int needed_rows() const {
@@ -228,6 +229,7 @@ private:
     std::vector<int64_t> first_rows_;    // of each chunk
     std::vector<int> positions_;         // of each row, in its block tables
     std::vector<int> dropped_;           // of each row's sequence
+    std::vector<int> known_;             // of each row's chunk
     std::vector<const KVTable*> tables_;  // of each row, of each group
     std::vector<int> wanted_;            // rows that go through all layers
     std::vector<int> logit_rows_;        // of those, the ones whose logits are wanted

@@ -28,11 +28,14 @@ void Forward::plan_walk(Walk& walk, bool wanted_rows_only) {
     size_t states = 0;
     int row = 0, longest = 1;
     for (const Chunk& chunk : chunks_) {
+        // Where windows are computed again, nothing is before their first block.
+        const bool again = walk.window != kNoWindow && chunk.first_position < chunk.known;
+        const int from = again ? chunk.tables[map_->groups.size() - 1].first * map_->block_size : 0;
         const int skipped = wanted_rows_only ? chunk.tokens - chunk.needed_rows() : 0;
         for (int done = skipped; done < chunk.tokens;) {
             const int tokens = std::min(most, chunk.tokens - done), first = chunk.first_position + done;
             const int sinks = chunk.dropped > 0 ? chunk.kept : 0;
-            const int begin = std::max(sinks, (first - walk.window + 1) / kTileTokens * kTileTokens);
+            const int begin = std::max({sinks, from, (first - walk.window + 1) / kTileTokens * kTileTokens});
             const int splits = count_splits(sinks, begin, first + tokens);
             walk.tiles.push_back({row, tokens, first, chunk.tables, sinks, begin, splits, states});
             states += size_t(walk.n_kv_heads) * splits * tokens * walk.group * walk.state_size();
@@ -141,6 +144,7 @@ void Forward::rotate_in_place(const Layer& layer, int64_t row, int kv_head) {
 
 void Forward::store_keys(const Layer& layer, int index, int64_t row, int kv_head) {
     const LayerShape& s = layer.shape;
+    if (s.window == kNoWindow && positions_[size_t(row)] < known_[size_t(row)]) return;
     const int dim = s.head_dim, at = kv_head * dim;
     float *k = work_.k.data() + row * s.kv_size() + at, *v = work_.v.data() + row * s.kv_size() + at;
     const bool whole = s.qk_norm == QKNorm::row;

@@ -315,7 +315,7 @@ private:
     }
 
     void read_chunks(const Ints& tokens, const IntTable& table, const Ints& blocks, const FloatTable& logits) {
-        const size_t groups = map_.groups.size(), columns = 4 + 2 * groups + (map_.states.cells ? 2 : 0);
+        const size_t groups = map_.groups.size(), columns = 4 + 2 * groups + (groups > 1) + (map_.states.cells ? 2 : 0);
         if (table.shape(1) != columns) refuse("chunks has rows of " + number(table.shape(1)) + ", not " + number(columns));
         chunks_.clear();
         tables_.resize(table.shape(0) * groups);
@@ -332,9 +332,10 @@ private:
                 refuse("chunk " + number(i) + " drops tokens, which layers with a window or a state do not allow");
             KVTable* const tables = tables_.data() + i * groups;
             chunks_.push_back({row[0], row[1], row[2], tables, row[4], row[5]});
+            if (groups > 1) chunks_.back().known = row[4 + 2 * groups];
             for (size_t group = 0; group < groups; ++group) {
                 const int first = group ? row[4 + 2 * group] : 0, count = group ? row[5 + 2 * group] : row[3];
-                n_entries = read_table(row[1], int64_t(row[1]) + row[0], map_.groups[group], blocks, n_entries, first, count, tables[group]);
+                n_entries = read_table(chunks_.back(), map_.groups[group], blocks, n_entries, first, count, tables[group]);
             }
             if (map_.states.cells) n_entries = read_state(chunks_.back(), row[columns - 2], row[columns - 1], blocks, n_entries);
             n_tokens += row[0];
@@ -351,13 +352,17 @@ private:
 
     // A chunk's table for one group, which begins at entry `begin` of `blocks`; returns where it ends. Entries of blocks that
     // no layer reads may hold anything.
-    int64_t read_table(int64_t first_position, int64_t end_position, const KVGroup& group, const Ints& blocks, int64_t begin,
-                       int64_t first, int64_t count, KVTable& table) const {
+    int64_t read_table(const Chunk& chunk, const KVGroup& group, const Ints& blocks, int64_t begin, int64_t first, int64_t count,
+                       KVTable& table) const {
+        const int64_t end_position = int64_t(chunk.first_position) + chunk.tokens;
         if (first < 0 || count < 0) refuse("a table begins at block " + number(first) + " and has " + number(count));
         if (!group.layers.empty() && (first + count) * map_.block_size < end_position)
             refuse("a chunk ends at position " + number(end_position) + ", its blocks " + number(first) + " to " +
                    number(first + count) + " end at " + number((first + count) * map_.block_size));
-        const int64_t needed = group.layers.empty() ? first : map_.first_block(group, int(first_position));
+        int64_t needed = group.layers.empty() ? first : map_.first_block(group, chunk.first_position);
+        // Windows that are computed again begin somewhere.
+        if (group.window > 0 && chunk.first_position < chunk.known)
+            needed = std::max(needed, std::min(first, int64_t(chunk.first_position / map_.block_size)));
         const int64_t end = begin + count * group.cells;
         if (first > needed) refuse("a table begins at block " + number(first) + ", behind block " + number(needed));
         if (end > int64_t(blocks.size())) refuse("blocks has only " + number(blocks.size()) + " numbers");

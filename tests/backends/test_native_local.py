@@ -10,6 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import settings as settings_of
+from hypothesis import strategies as st
 
 from cllm import LLM, SamplingParams
 from cllm.engine.params import ContextWindow
@@ -18,8 +21,12 @@ from cllm.generation import Completion
 from llm_kit import assert_idle, empty_cache, engine_of
 from native_disk import prompt, settings
 from native_kit import build_model, float_tensor
+from thorough import sampled
 
 WINDOW = 40
+REBUILT = ((592 - 39) // 16 * 16 - 5 * 39) // 16 * 16
+"""From where windows are computed again behind 592 tokens: the last of six layers needs all of its own, and each of the
+others as much before that."""
 EXACT = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
 
 
@@ -96,11 +103,55 @@ def test_the_next_turn_goes_on_where_the_last_one_ended(llm: LLM) -> None:
 
 
 def test_a_shared_beginning_is_computed_again_once(llm: LLM) -> None:
-    """The second request shows where they part, and leaves there what the third needs."""
+    """The second request shows where they part, and leaves there what the third needs. It computes only windows again,
+    from the sixth one before."""
     empty_cache(llm)
     texts = [[*prompt(0)[:600], *prompt(number)[600:]] for number in (0, 3, 6)]
     found = [llm.generate([text], EXACT)[0].cached_tokens for text in texts]
-    assert found == [0, 0, 592]
+    assert found == [0, REBUILT, 592]
+    assert llm.kv()["windows_rebuilt"] >= 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"scheduler.max_step_tokens": 16},
+        {"scheduler.max_step_tokens": 2048},
+        {"resources.kv_type_k": "q8_0", "resources.kv_type_v": "q8_0"},
+        {"resources.kv_type_k": "q4_0", "resources.kv_type_v": "q4_0"},
+    ],
+    ids=str,
+)
+def test_windows_computed_again_by_themselves_give_the_same_bits(model: Path, changes: dict[str, Any]) -> None:
+    texts = [[*prompt(0)[:600], *prompt(number)[600:]] for number in (0, 3, 6)]
+    with opened(model, **changes) as llm:
+        expected = []
+        for text in texts:
+            empty_cache(llm)
+            expected.append(bits(llm.generate([text], EXACT)[0]))
+        for number in (1, 2):  # alone, and with somebody who goes on from the snapshot that this leaves
+            empty_cache(llm)
+            llm.generate([texts[0]], EXACT)
+            answers = llm.generate(texts[1 : 1 + number], EXACT, progress=False)
+            assert [bits(answer) for answer in answers] == expected[1 : 1 + number]
+            assert answers[0].cached_tokens == REBUILT
+        engine_of(llm).scheduler.kv.check()
+        assert_idle(llm)
+
+
+@settings_of(max_examples=sampled(8), deadline=None)
+@given(common=st.integers(300, 690), other=st.integers(1, 9), cut=st.integers(0, 200))
+def test_wherever_texts_part_the_bits_are_the_same(llm: LLM, common: int, other: int, cut: int) -> None:
+    text = [*prompt(0)[:common], *prompt(other)[common : 700 - cut]]
+    empty_cache(llm)
+    expected = bits(llm.generate([text], EXACT)[0])
+    empty_cache(llm)
+    llm.generate([prompt(0)], EXACT)
+    before = llm.kv()["windows_rebuilt"]
+    answer = llm.generate([text], EXACT)[0]
+    assert bits(answer) == expected
+    assert llm.kv()["windows_rebuilt"] - before == (0 < answer.cached_tokens < 650)
 
 
 def test_those_who_wait_for_a_beginning_find_it(llm: LLM) -> None:

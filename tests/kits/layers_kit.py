@@ -449,7 +449,7 @@ class GroupRig:
                 first = gone // 2 if index else 0
                 tables.append(table[first * group.cells :])
                 row += [first, blocks - first] if index else []
-            rows.append(row)
+            rows.append(row + [0] * (len(self.groups) > 1))
         logits = np.full((sum(part[3] for part in parts), self.spec.n_vocab), np.nan, np.float32)
         ids = np.array([token for part in parts for token in part[0]], np.int32)
         assert self.engine.step(ids, np.array(rows, np.int32), np.concatenate(tables), logits)

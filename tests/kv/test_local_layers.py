@@ -139,6 +139,18 @@ def test_windows_are_computed_again_by_themselves_where_no_snapshot_is_near() ->
     assert answers_alike(backend, kv, third)
 
 
+def test_where_every_token_must_be_exact_all_layers_begin_at_a_snapshot() -> None:
+    class Scored(KVSequence):
+        asks_along = True
+
+    backend, kv = paged(blocks=400, window=9, reach=8)
+    first = KVSequence([1] * 120)
+    assert kv.admit(first) == 0 and compute_all(backend, kv, first)
+    kv.release(first)
+    second = Scored([1] * 80 + [2] * 20)
+    assert kv.admit(second) == second.rebuilt == 0 and second.known == 80
+
+
 def test_a_shorter_reach_would_be_noticed() -> None:
     backend, kv = paged(blocks=400, window=9, reach=0)
     first = KVSequence([1] * 120)

@@ -182,6 +182,10 @@ class Sequence(KVSequence):
         return self.tokens[: self.reading.reusable + 1]
 
     @property
+    def asks_along(self) -> bool:  # type: ignore[override]
+        return self.reading is not None and self.reading.reusable is not None
+
+    @property
     def places(self) -> list[int]:  # type: ignore[override]
         """Where others will go on: behind what is to be pinned, and behind messages, which end with such a token."""
         ends = np.isin(np.frombuffer(self.tokens, np.int32), list(self.request.message_ends))

@@ -60,6 +60,9 @@ class KVSequence:
     request_id = ""
     """The request it belongs to, for views of the cache."""
 
+    asks_along: bool = False
+    """Whether something is wanted of every token that is computed, so that all layers must be exact for each."""
+
     places: Sequence[int] = ()
     """After how many tokens other sequences will go on from it, as far as is known beforehand."""
 

@@ -2,8 +2,8 @@
 
     chunks ──► tokens   5 9 2 8 4 7 …     of all chunks, one after another
                rows     4 0 1 2 0 0       a chunk each: tokens, first position, wanted logits, blocks, dropped, kept;
-                                          first block and blocks of local layers that have their own; cells that
-                                          states are read from and written to
+                                          first block and blocks of local layers that have their own, and how far
+                                          the others are known; cells that states are read from and written to
                table    7 3 9 4 0 …       all block tables, one after another
 
 The engine checks what it is given against its own geometry, so a wrong block or position is an error here, never a
@@ -57,7 +57,7 @@ _SCORE_COLUMNS = 90
 
 
 class NativeBackend(Backend):
-    traits = BackendTraits("native", most_drafts=64)
+    traits = BackendTraits("native", most_drafts=64, rebuilds_windows=True)
 
     def __init__(
         self,
@@ -338,7 +338,7 @@ def _as_arrays(chunks: Sequence[Chunk]) -> tuple[NDArray[np.int32], NDArray[np.i
         rows += (len(chunk.tokens), chunk.start, chunk.wanted_logits, len(chunk.blocks), chunk.dropped, chunk.kept)
         if chunk.local is not None:
             table.fromlist(chunk.local.cells)
-            rows += (chunk.local.first, len(chunk.local.blocks))
+            rows += (chunk.local.first, len(chunk.local.blocks), chunk.known)
         if chunk.state is not None:
             read, write = chunk.state.read, chunk.state.write
             table.fromlist(read)

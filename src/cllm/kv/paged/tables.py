@@ -40,7 +40,7 @@ class BlockTables:
         prefixes, key = self._arena.prefixes, sequence.prefix.tobytes()
         full = prefixes.find_full(key, sequence.space)
         known = full.matched // TOKEN_BYTES
-        found, start = self.entrance(full, sequence.space)
+        found, start = self.entrance(full, sequence.space, rebuilds=not sequence.asks_along)
         while not self.room_for(sequence, found, start):
             waits = self._resizer is not None and self._resizer.expects_more
             if waits or not self._pins.give_way(running=0):
@@ -53,13 +53,13 @@ class BlockTables:
             self.local.begin(sequence, known, start)
         return True
 
-    def entrance(self, full: BlockMatch, space: bytes) -> tuple[BlockMatch, int]:
+    def entrance(self, full: BlockMatch, space: bytes, *, rebuilds: bool = True) -> tuple[BlockMatch, int]:
         """What of a prefix that full layers have is used, and behind how many blocks other layers go on: at the deepest
         snapshot, or where layers with a window must begin to be exact behind all of it, if that is nearer."""
         prefixes, unit = self._arena.prefixes, self._arena.prefixes.tree.unit_bytes
         found = prefixes.continuable(full, space)
         start = found.matched // unit
-        if self._arena.local is not None and found.matched < full.matched:
+        if rebuilds and self._arena.local is not None and found.matched < full.matched:
             rebuilt = self._arena.local.rebuilt_from(full.matched // unit)
             if rebuilt > start:
                 return full, rebuilt
