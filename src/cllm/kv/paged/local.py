@@ -1,9 +1,10 @@
-"""The local layers' part of the arena: blocks of running sequences inside their window, and snapshots kept by the tree.
+"""The part of the arena that layers with a window or a state have: blocks inside the window of running sequences, their
+states (`state_tables.py`), and snapshots kept by the tree.
 
     sequence     0 ─────────────────────────────────────────── num_computed
     full          █ █ █ █ █ █ █ █ █ █ █ █ █ █ █ █ █ █ █ █       all blocks, in the tree when they are full
     local                                     [ window ]▒▒       freed behind the window; ▒ taken ahead, not written yet
-    snapshots            [ window ]●                [ window ]●   what others need to go on from there
+    snapshots            [ window ]●                [ window ]●   what others need to go on from there, with the state
 
 A snapshot stands in the tree at the end of a block: in `marks` of the node, by its blocks from the edge's beginning. A
 cached prefix can be continued from the deepest snapshot on its path: what follows is computed again. Snapshots share
