@@ -7,14 +7,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cllm.kv.eviction import LRU, POLICIES, EvictionClock, EvictionPolicy, SegmentedLRU, Worth, computing, make_policy
+from cllm.kv.eviction import (
+    BONUS,
+    LRU,
+    POLICIES,
+    EvictionClock,
+    EvictionPolicy,
+    SegmentedLRU,
+    Worth,
+    computing,
+    make_policy,
+)
 
 
 def drain(policy: EvictionPolicy[str]) -> list[str]:
     order = []
     while len(policy):
         order.append(policy.peek())
-        policy.age()
         policy.remove(order[-1])
     return order
 
@@ -46,6 +55,9 @@ def test_everything_comes_out_once(name: str, items: list[tuple[int, int]]) -> N
     assert sorted(drain(policy)) == sorted(item for item, _ in items)  # type: ignore[arg-type]
 
 
+Doublings = st.integers(-8, 8)
+Ranks = st.integers(-8, 24).map(lambda eighths: eighths / 8)
+
 # -- worth -------------------------------------------------------------------------------------------------------------
 
 
@@ -57,15 +69,17 @@ def test_what_is_worth_little_goes_first() -> None:
 
 
 def test_what_is_worth_much_grows_old() -> None:
-    policy: Worth[int] = Worth()
-    policy.add(0, 0, worth=5.0)
+    """Whatever it is worth, it goes when everything was replaced often enough."""
+    clock = EvictionClock()
+    policy: Worth[int] = Worth(clock)
+    policy.add(0, 0, worth=1024.0)
     went = []
-    for item in range(1, 12):
+    for item in range(1, 30):
+        clock.advance(1 / 8)
         policy.add(item, 0, worth=1.0)
-        policy.age()
         went.append(policy.peek())
         policy.remove(went[-1])
-    assert went.index(0) == 4
+    assert went.index(0) == 7  # ten doublings, a tenth for each
 
 
 def test_equal_worth_goes_as_with_lru() -> None:
@@ -81,43 +95,48 @@ def test_equal_worth_goes_as_with_lru() -> None:
 
 def test_tokens_cost_more_further_back() -> None:
     assert computing(0, 100) + computing(100, 300) == pytest.approx(computing(0, 300))
-    assert computing(20_000, 20_100) > 2 * computing(0, 100)
+    assert computing(70_000, 70_100) > 2 * computing(0, 100)
 
 
 class WorthMachine(RuleBasedStateMachine):
-    """Two policies with one clock, against lists."""
+    """Two policies with one clock, against dictionaries."""
 
     @initialize()
     def begin(self) -> None:
-        clock = EvictionClock()
-        self.policies: list[Worth[int]] = [Worth(clock), Worth(clock)]
+        self.clock = EvictionClock()
+        self.policies: list[Worth[int]] = [Worth(self.clock), Worth(self.clock)]
         self.expected: list[dict[int, tuple[float, int, float]]] = [{}, {}]
         """The rank of each item, its number, and the clock when it was used."""
-        self.now = 0.0
         self.number = 0
 
     def put(self, which: int, item: int, rank: float, since: float) -> None:
         self.number += 1
         self.expected[which][item] = rank, self.number, since
 
-    @rule(which=st.integers(0, 1), item=st.integers(0, 30), worth=st.integers(0, 8), after=st.integers(0, 30))
-    def use(self, which: int, item: int, worth: int, after: int) -> None:
-        policy = self.policies[which]
+    @rule(eighths=st.integers(1, 8))
+    def time_passes(self, eighths: int) -> None:
+        self.clock.advance(eighths / 8)
+
+    @rule(which=st.integers(0, 1), item=st.integers(0, 30), doublings=Doublings, after=st.none() | Ranks)
+    def use(self, which: int, item: int, doublings: int, after: float | None) -> None:
+        policy, now = self.policies[which], self.clock.now
         if item in policy:
             policy.remove(item)
             del self.expected[which][item]
-        rank = max(self.now + worth, nextafter(float(after), inf))
-        assert policy.add(item, 0, float(worth), float(after)) == rank
-        self.put(which, item, rank, self.now)
+        rank = now + BONUS * doublings
+        after = -inf if after is None else after
+        rank = max(rank, nextafter(after, inf))
+        assert policy.add(item, 0, 2.0**doublings, after) == rank > after
+        self.put(which, item, rank, now)
 
     @precondition(lambda self: any(self.expected))
-    @rule(data=st.data(), worth=st.integers(0, 8), most=st.integers(0, 30))
-    def revalue(self, data: st.DataObject, worth: int, most: int) -> None:
+    @rule(data=st.data(), doublings=Doublings, most=Ranks)
+    def revalue(self, data: st.DataObject, doublings: int, most: float) -> None:
         which = data.draw(st.sampled_from([which for which in (0, 1) if self.expected[which]]))
         item = data.draw(st.sampled_from(sorted(self.expected[which])))
         rank, _, since = self.expected[which][item]
-        self.policies[which].revalue(item, float(worth), float(most))
-        if (new := min(since + worth, float(most))) != rank:
+        self.policies[which].revalue(item, 2.0**doublings, most)
+        if (new := min(since + BONUS * doublings, most)) != rank:
             self.put(which, item, new, since)
 
     @precondition(lambda self: any(self.expected))
@@ -125,10 +144,9 @@ class WorthMachine(RuleBasedStateMachine):
     def evict(self) -> None:
         which = 0 if self.policies[0].rank() <= self.policies[1].rank() else 1
         item = self.order(which)[0]
-        self.policies[which].age()
         assert self.policies[which].peek() == item
         self.policies[which].remove(item)
-        self.now = max(self.now, self.expected[which].pop(item)[0])
+        assert self.expected[which].pop(item)[0] <= self.policies[which].rank()
 
     def order(self, which: int) -> list[int]:
         return sorted(self.expected[which], key=lambda item: self.expected[which][item][:2])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import pytest
 
@@ -225,3 +227,66 @@ def test_an_admission_that_finds_no_room_for_states_changes_nothing() -> None:
     assert kv.admit(second) is None and state_of(kv) == before
     kv.release(first)
     assert kv.admit(second) == 0 and compute_all(backend, kv, second)
+
+
+# -- worth -------------------------------------------------------------------------------------------------------------
+
+
+class Told(KVSequence):
+    """A sequence with messages that end at some places."""
+
+    def __init__(self, tokens: list[int], places: tuple[int, ...] = ()) -> None:
+        super().__init__(tokens)
+        self.places = places
+
+
+def keep_prompt(backend: FakeBackend, kv: KVManager, tokens: list[int], *places: int) -> None:
+    sequence = Told(tokens, places)
+    assert kv.admit(sequence) is not None and compute_all(backend, kv, sequence)
+    kv.release(sequence)
+
+
+def cached(kv: KVManager, tokens: list[int]) -> int:
+    return kv.peek(array("i", [*tokens, 0]).tobytes())
+
+
+@pytest.mark.parametrize("policy", ["lru", "worth"])
+def test_worth_keeps_what_is_expensive_to_compute(policy: str) -> None:
+    """A long system prompt that somebody asked for at the beginning, against many short prompts after it."""
+    backend, kv = paged(blocks=240, window=5, eviction_policy=policy)
+    system = [9] * 200
+    keep_prompt(backend, kv, [*system, *[1] * 40], 200)
+    for letter in range(2, 9):
+        keep_prompt(backend, kv, [letter] * 100, 40, 60, 80)
+    assert cached(kv, system) == (200 if policy == "worth" else 0)
+    kv.check()
+
+
+def test_of_a_chat_the_last_turn_stays_and_earlier_ones_go() -> None:
+    backend, kv = paged(blocks=400, window=17, eviction_policy="worth")
+    chat = [7] * 40
+    keep_prompt(backend, kv, chat, 20)
+    for turn in range(5):
+        chat = [*chat, *[turn] * 40]
+        keep_prompt(backend, kv, chat)
+    ends = {snapshot.end * 4 for snapshot in kv.arena.local.policy}  # type: ignore[union-attr]
+    kept = kv.usage().snapshots
+    order = [snapshot.end * 4 for snapshot in kv.arena.local.policy]  # type: ignore[union-attr]
+    assert len(ends) == kept >= 3
+    assert order[-1] == max(ends) or order[-2] == max(ends), "the last one goes before those behind which it is"
+    assert order.index(20) > len(order) // 2, "where all begin"
+
+
+def test_blocks_from_where_nobody_can_go_on_go_first() -> None:
+    backend, kv = paged(blocks=60, window=5, eviction_policy="worth")
+    lost = Told([1] * 60)
+    assert kv.admit(lost) == 0
+    compute(backend, kv, lost, 24)  # its client leaves before any place is reached
+    kv.arena.commit(lost)
+    kv.tables.end(lost)
+    keep_prompt(backend, kv, [2] * 30)
+    first = next(iter(kv.arena.prefixes.policy))
+    keep_prompt(backend, kv, [3] * 30)
+    assert first.key[:4] == b"\x01\0\0\0"
+    assert next(iter(kv.arena.prefixes.policy)) is first
+    kv.check()

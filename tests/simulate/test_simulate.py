@@ -130,6 +130,29 @@ def test_queues_and_time_limits_turn_requests_away() -> None:
     assert figures["timed_out"] > 10 and figures["completed"] + figures["timed_out"] == 30
 
 
+@pytest.mark.parametrize("kind", ["chats", "agents"])
+def test_worth_is_lru_where_all_layers_attend_to_everything(kind: str) -> None:
+    shape = replace(SHAPES[kind], prompt="40", output="20", system="200", message="30", think_s=1.0, tool_s=0.2)
+    trace = SyntheticTrace(kind, 120, 8.0, shape, seed=1)
+    worth, lru = (simulate(trace, Settings(blocks=200, eviction=name), COST).figures for name in ("worth", "lru"))
+    assert worth["evicted_tokens"] > 0
+    assert worth["saved_s"] >= 0.99 * lru["saved_s"]
+
+
+@pytest.mark.parametrize("layers", [{"window": 64, "window_bytes_per_token": 6000}, {"state_bytes": 400_000}])
+def test_worth_saves_more_of_agents_prompts_than_lru(layers: dict[str, int]) -> None:
+    shape = replace(SHAPES["agents"], prompt="100", output="30", system="uniform:1000:1500", message="80", think_s=60.0)
+    cost = replace(COST, prompt_token_s=1e-5, **layers)
+    saved = Counter[str]()
+    for seed in range(2):
+        trace = SyntheticTrace("agents", 200, 0.5, shape, seed)
+        for name in ("worth", "lru"):
+            figures = simulate(trace, Settings(blocks=1500, eviction=name), cost).figures
+            assert figures["completed"] == 200 and figures["evicted_tokens"] > 0
+            saved[name] += figures["saved_s"]
+    assert saved["worth"] > saved["lru"]
+
+
 # -- several servers -----------------------------------------------------------------------------------------------
 
 

@@ -58,6 +58,21 @@ class WindowConfig(Section):
     keep: int = setting(4, "first tokens of the prompt that always stay in the window (attention sinks)", ge=0)
 
 
+class SnapshotConfig(Section):
+    most: int = setting(
+        32,
+        "layers with a window or a state: maximum number of places of a cached prompt from where others can go on, "
+        "beside pins",
+        ge=1,
+    )
+    share: float = setting(
+        2.0,
+        "the memory that these may take, as a multiple of what the prompt takes in layers that attend to everything; "
+        "up to three are kept whatever they take",
+        gt=0,
+    )
+
+
 class DiskConfig(Section):
     enabled: bool = setting(
         True, "keep the K/V of prompts and answers on disk across restarts (fake backend: only if set explicitly)"
@@ -113,6 +128,7 @@ class KVConfig(Section):
         le=1,
     )
     window: WindowConfig = WindowConfig()
+    snapshots: SnapshotConfig = SnapshotConfig()
     host: HostConfig = HostConfig()
     disk: DiskConfig = DiskConfig()
     warm: tuple[WarmPrefix, ...] = setting(

@@ -91,9 +91,10 @@ class SchedulerConfig(Section):
         0.8, "share of the cache in use above which held sequences are evicted (llama_cpp: of the store)", gt=0, le=1
     )
     eviction_policy: Literal["worth", "lru", "slru"] = setting(
-        "lru",
-        "what is evicted first: worth: what saves the least computing per byte, with age; lru: what was not used for "
-        "the longest time; slru: the same, but what was never reused first",
+        "worth",
+        "what is evicted first: worth: what saves the least computing per byte, with age (as lru, except where layers "
+        "have a window or a state); lru: what was not used for the longest time; slru: the same, but what was never "
+        "reused first",
     )
     inter_token_target_ms: float = setting(
         100.0,

@@ -11,14 +11,20 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from itertools import chain, count
-from math import inf, nextafter
+from math import inf, log2, nextafter
 from time import monotonic
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 T = TypeVar("T")
 
-TWICE_AT = 16_384
+TWICE_AT = 65_536
 """At about this position computing a token costs twice as much as at the beginning, because it attends to more."""
+
+BONUS = 0.1
+"""How much later something goes for each time that its worth doubles, in times of everything being replaced once."""
+
+LOWEST = 2.0**-40
+"""The worth of what is worth nothing."""
 
 
 def computing(begin: int, end: int) -> float:
@@ -27,7 +33,7 @@ def computing(begin: int, end: int) -> float:
 
 
 class EvictionPolicy(Protocol[T]):
-    def add(self, item: T, hits: int, worth: float = 0.0, after: float = 0.0) -> float:
+    def add(self, item: T, hits: int, worth: float = 1.0, after: float = -inf) -> float:
         """`item` is no longer in use; it has been found in the cache `hits` times. `worth`: the computing that each of
         its bytes saves when it is used again. It goes later than what has the rank `after`. Returns its rank: the
         lowest goes first, also between policies that were made together."""
@@ -40,9 +46,6 @@ class EvictionPolicy(Protocol[T]):
 
     def peek(self) -> T:
         """The item to evict next. The policy must not be empty."""
-
-    def age(self) -> None:
-        """The next item is being evicted, wholly or in part: what is used from now on goes after it."""
 
     def rank(self) -> float:
         """The rank of the item to evict next; infinite if there is none."""
@@ -64,7 +67,7 @@ class LRU(Generic[T]):
     def __init__(self) -> None:
         self._items: OrderedDict[T, float] = OrderedDict()
 
-    def add(self, item: T, hits: int, worth: float = 0.0, after: float = 0.0) -> float:
+    def add(self, item: T, hits: int, worth: float = 1.0, after: float = -inf) -> float:
         self._items[item] = rank = monotonic()
         return rank
 
@@ -76,9 +79,6 @@ class LRU(Generic[T]):
 
     def peek(self) -> T:
         return next(iter(self._items))
-
-    def age(self) -> None:
-        """What is used from now on goes later anyway."""
 
     def rank(self) -> float:
         return next(iter(self._items.values()), inf)
@@ -106,7 +106,7 @@ class SegmentedLRU(Generic[T]):
         self._probation: LRU[T] = LRU()
         self._protected: LRU[T] = LRU()
 
-    def add(self, item: T, hits: int, worth: float = 0.0, after: float = 0.0) -> float:
+    def add(self, item: T, hits: int, worth: float = 1.0, after: float = -inf) -> float:
         return (self._protected if hits else self._probation).add(item, hits)
 
     def revalue(self, item: T, worth: float, most: float = inf) -> None:
@@ -117,9 +117,6 @@ class SegmentedLRU(Generic[T]):
 
     def peek(self) -> T:
         return (self._probation if self._probation else self._protected).peek()
-
-    def age(self) -> None:
-        """What is used from now on goes later in its class anyway."""
 
     def rank(self) -> float:
         return (self._probation if self._probation else self._protected).rank()
@@ -147,16 +144,20 @@ class _Ranked(NamedTuple):
 
 
 class EvictionClock:
-    """Rises to the rank of whatever is evicted, so that what is not used again grows old, whatever it is worth."""
+    """Counts how often everything was replaced by something new: `advance` by the share of it that was."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.numbers = count()
 
+    def advance(self, share: float) -> None:
+        self.now += share
+
 
 class Worth(Generic[T]):
-    """What saves the least computing per byte goes first, with age (GreedyDual): an item's rank is its worth above the
-    clock when it was last used. Items of equal worth go as with LRU. Operations are O(log n)."""
+    """What saves the least computing per byte goes first, with age: an item's rank is the clock when it was last used,
+    and a bonus for every time that its worth doubles. So nothing stays for ever, whatever it is worth, and items of
+    equal worth go as with LRU. Operations are O(log n)."""
 
     def __init__(self, clock: EvictionClock | None = None) -> None:
         self._clock = clock or EvictionClock()
@@ -164,13 +165,13 @@ class Worth(Generic[T]):
         self._heap: list[tuple[float, int, T]] = []
         """May have items that are gone or were ranked anew, but never one that is not known at the top."""
 
-    def add(self, item: T, hits: int, worth: float = 0.0, after: float = 0.0) -> float:
+    def add(self, item: T, hits: int, worth: float = 1.0, after: float = -inf) -> float:
         since = self._clock.now
-        return self._push(item, max(since + worth, nextafter(after, inf)), since, monotonic())
+        return self._push(item, max(since + _bonus(worth), nextafter(after, inf)), since, monotonic())
 
     def revalue(self, item: T, worth: float, most: float = inf) -> None:
         old = self._items[item]
-        rank = min(old.since + worth, most)
+        rank = min(old.since + _bonus(worth), most)
         if rank != old.rank:
             self._push(item, rank, old.since, old.used_at)
             self._tidy()
@@ -200,9 +201,6 @@ class Worth(Generic[T]):
     def peek(self) -> T:
         return self._heap[0][2]
 
-    def age(self) -> None:
-        self._clock.now = max(self._clock.now, self.rank())
-
     def rank(self) -> float:
         return self._heap[0][0] if self._heap else inf
 
@@ -225,6 +223,10 @@ class Worth(Generic[T]):
 
     def __contains__(self, item: object) -> bool:
         return item in self._items
+
+
+def _bonus(worth: float) -> float:
+    return BONUS * log2(max(worth, LOWEST))
 
 
 POLICIES = ("worth", "lru", "slru")

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from math import inf
 from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
@@ -59,7 +60,7 @@ class Node(Generic[V]):
         self.hits = 0
         self.pins = 0
         """How many of the references are pins."""
-        self.rank = 0.0
+        self.rank = -inf
         """The highest rank that eviction has given to it or to what is below it."""
         self.number = 0
         """The owner's id for it."""

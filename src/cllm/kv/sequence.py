@@ -34,6 +34,7 @@ class KVSequence:
 
     __slots__ = (
         "allocation",
+        "asked",
         "blocks",
         "dropped",
         "hole",
@@ -91,6 +92,8 @@ class KVSequence:
         self.marks: list[int] = []
         # Whether it may have memory for only some of its known tokens; `grow` gives more.
         self.in_parts = False
+        # How many tokens it had when it was admitted: its prompt, above all.
+        self.asked = 0
         # How much of it the cache had for layers that attend to everything, when it was admitted: more than it could go
         # on from where others kept too little.
         self.known = 0

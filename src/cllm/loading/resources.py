@@ -14,7 +14,7 @@ from cllm.config import Config
 from cllm.config.schema import ResourcesConfig
 from cllm.errors import ConfigError, ModelError
 from cllm.kv.groups import GroupCost, KVLayout
-from cllm.kv.paged.local import MOST_STATES, LocalShape, most_blocks
+from cllm.kv.paged.local import MOST_STATES, LocalShape, SnapshotLimits, most_blocks
 from cllm.kv.sizing import MIB
 from cllm.machine import Cpus, MemoryLimit, default_threads, mib, tightest
 from cllm.models.spec import ModelSpec
@@ -64,10 +64,11 @@ def kv_layout(config: Config, spec: ModelSpec, *, frees_windows: bool, in_slots:
 def local_shape(config: Config, layout: KVLayout, step_tokens: int) -> LocalShape | None:
     """`step_tokens`: most tokens of a prompt that a step computes by default."""
     state = 0 if layout.states is None else layout.states.cells
+    limits = SnapshotLimits(config.kv.snapshots.most, config.kv.snapshots.share)
     if layout.local is None:
-        return LocalShape(state=state) if state else None
+        return LocalShape(state=state, limits=limits) if state else None
     ahead = config.scheduler.max_step_tokens or step_tokens
-    return LocalShape(layout.local.window, layout.local.cells, ahead, state, layout.local.reach)
+    return LocalShape(layout.local.window, layout.local.cells, ahead, state, layout.local.reach, limits)
 
 
 def local_bytes(shape: LocalShape | None, layout: KVLayout, context: int) -> int:

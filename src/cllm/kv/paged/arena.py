@@ -66,7 +66,7 @@ class Arena:
         policy: EvictionPolicy[LocalSnapshot] = make_policy("worth" if self._policy == "worth" else "lru", clock)
         self.local = None
         if shape is not None:
-            self.local = LocalMemory(shape, size, self.pool, self.holders, policy, self.snapshots)
+            self.local = LocalMemory(shape, size, self.pool, self.holders, policy, clock, self.snapshots)
         self.prefixes = PrefixCache(
             self.pool,
             self.holders,

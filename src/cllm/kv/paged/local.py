@@ -17,28 +17,34 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from cllm.kv.block_names import local_names, state_names
-from cllm.kv.eviction import EvictionPolicy, computing
+from cllm.kv.eviction import EvictionClock, EvictionPolicy, computing
 from cllm.kv.groups import BlockTally, LocalBlock, LocalTable
 from cllm.kv.ops import BlockGeometry
 from cllm.kv.paged.block_table import BlockNode
 from cllm.kv.paged.holder_ids import HolderIds
 from cllm.kv.paged.pool import BlockPool
 
-FEWEST, MOST = 3, 32
-"""Snapshots that one sequence's path may always keep, and the most. Of more, the one whose loss costs the least
-computing goes."""
+FEWEST = 3
+"""Snapshots that one sequence's path may always keep."""
 
-WORTH = 2
-"""Beyond the fewest, all snapshots of a path may take so many times the memory of its full layers."""
-
+PASSED = 0.05
+"""How likely it is that somebody goes on from a snapshot behind which there is another, and from which at most one
+prompt has gone on: an earlier message was edited."""
 
 MOST_STATES = 3
 """States that a running sequence has: one to read, one to write, and that at the end of its last full block."""
 
 
-def most_on_path(blocks: int, cells: int) -> int:
-    """Snapshots of so many cells on a path of so many blocks."""
-    return min(max(WORTH * blocks // max(1, cells), FEWEST), MOST)
+class SnapshotLimits(NamedTuple):
+    """The most snapshots of a path, and how many times the memory of its full layers they may take, beyond the
+    fewest."""
+
+    most: int = 32
+    share: float = 2.0
+
+    def on_path(self, blocks: int, cells: int) -> int:
+        """Snapshots of so many cells on a path of so many blocks."""
+        return min(max(int(self.share * blocks) // max(1, cells), FEWEST), self.most)
 
 
 class LocalShape(NamedTuple):
@@ -51,6 +57,7 @@ class LocalShape(NamedTuple):
     ahead: int = 0
     state: int = 0
     reach: int | None = None
+    limits: SnapshotLimits = SnapshotLimits()
 
 
 def tokens_within(geometry: BlockGeometry, shape: LocalShape) -> int:
@@ -78,7 +85,7 @@ class SnapshotCounts:
 
 
 class LocalSnapshot:
-    __slots__ = ("blocks", "end", "hits", "node", "pins", "state", "windows")
+    __slots__ = ("blocks", "end", "hits", "node", "passed", "pins", "shared", "state", "windows")
 
     def __init__(self, node: BlockNode, windows: Sequence[LocalBlock], state: LocalBlock | None, end: int) -> None:
         self.node = node
@@ -89,6 +96,15 @@ class LocalSnapshot:
         self.end = end
         """How many blocks are before it."""
         self.hits = self.pins = 0
+        self.passed = False
+        """Whether a prompt has gone on from it to a later one."""
+        self.shared = False
+        """Whether several prompts have gone on from it, or will because a system prompt ends there."""
+
+    @property
+    def likely(self) -> bool:
+        """Whether others will go on from it, as far as is known."""
+        return self.shared or not self.passed
 
     @property
     def cells(self) -> int:
@@ -103,9 +119,11 @@ class LocalMemory:
         pool: BlockPool,
         holders: HolderIds,  # type: ignore[type-arg]
         policy: EvictionPolicy[LocalSnapshot],
+        clock: EvictionClock,
         counts: SnapshotCounts,
     ) -> None:
         self.shape = shape
+        self._clock = clock
         self._counts = counts
         self.policy = policy
         """All snapshots."""
@@ -231,9 +249,15 @@ class LocalMemory:
             return None
         return tuple(table.blocks[first - table.first : end - table.first])
 
-    def keep(self, snapshot: LocalSnapshot, unit: int, to_pin: set[int]) -> None:
-        """A new snapshot, at `unit` blocks of its node's edge. Those behind `to_pin` blocks stay on the path."""
+    def keep(self, snapshot: LocalSnapshot, unit: int, to_pin: set[int], *, of_prompt: bool) -> None:
+        """A new snapshot, at `unit` blocks of its node's edge. Those behind `to_pin` blocks stay on the path. The next
+        prompt will have all `of_prompt`, but of an answer perhaps not all."""
+        if of_prompt:
+            self._pass(snapshot.node)
+            snapshot.shared = self._end_before(snapshot, likely=False) == 0
         for block in snapshot.blocks:
+            if block.kept == 0:
+                self._clock.advance(len(block.cells) / self._pool.total)
             block.kept += 1
         snapshot.node.marks[unit] = snapshot
         self._counts.taken += 1
@@ -245,19 +269,28 @@ class LocalMemory:
         self.policy.remove(snapshot)
         self.policy.add(snapshot, 0, self.worth(snapshot))
 
-    def worth(self, snapshot: LocalSnapshot) -> float:
-        """What would be computed again without it, from the one before it, for each cell that would be free: of blocks
-        that no other snapshot keeps, and, if nobody goes on from it, of the full layers behind the one before it."""
-        before, end = self._end_before(snapshot), snapshot.end
-        cells = sum(len(block.cells) for block in snapshot.blocks if block.kept == 1)
-        if not snapshot.node.children and all(mark.end <= end for mark in snapshot.node.marks.values()):
-            cells += end - before
-        return computing(before * self._block_size, end * self._block_size) / max(1, cells)
+    def _pass(self, node: BlockNode) -> None:
+        """A prompt has gone on from the snapshots on a node's path."""
+        for _, snapshot in on_path(node):
+            if snapshot.passed:
+                return
+            snapshot.passed = True
+            self.policy.revalue(snapshot, self.worth(snapshot))
 
-    def _end_before(self, snapshot: LocalSnapshot) -> int:
-        """Where the snapshot before it on its path stands."""
+    def worth(self, snapshot: LocalSnapshot) -> float:
+        """What would be computed again without it, for each cell that would be free, times how likely that is."""
+        size, end, likely = self._block_size, snapshot.end, snapshot.likely
+        before = self._end_before(snapshot, likely=likely)
+        cells = sum(len(block.cells) for block in snapshot.blocks if block.kept == 1)
+        if not snapshot.passed:
+            cells += end - before  # without it, the full layers' blocks are of no use
+        return (1 if likely else PASSED) * computing(before * size, end * size) / max(1, cells)
+
+    def _end_before(self, snapshot: LocalSnapshot, *, likely: bool) -> int:
+        """Where the one before it on its path stands. Behind likely ones, those that are not will be gone."""
         for node in snapshot.node.path():
-            ends: list[int] = [mark.end for mark in node.marks.values() if mark.end < snapshot.end]
+            marks = node.marks.values()
+            ends: list[int] = [mark.end for mark in marks if mark.end < snapshot.end and mark.likely >= likely]
             if ends:
                 return max(ends)
         return 0
@@ -265,6 +298,7 @@ class LocalMemory:
     def note_use(self, snapshot: LocalSnapshot) -> None:
         """A sequence goes on from it."""
         snapshot.hits += 1
+        snapshot.shared |= snapshot.hits > 1
         self.touch(snapshot)
         self._counts.used += 1
 
@@ -318,7 +352,6 @@ class LocalMemory:
             if self.policy.rank() != rank:
                 continue
             if any(block.users == 0 and block.kept == 1 for block in snapshot.blocks):
-                self.policy.age()
                 break
             self.touch(snapshot)  # it is in use
         else:
@@ -329,20 +362,19 @@ class LocalMemory:
         return node
 
     def _thin(self, newest: LocalSnapshot, to_pin: set[int]) -> None:
-        """Keep a path's snapshots few: drop the one that is closest behind another, which costs the least to compute
-        again. Places where several prefixes part are kept."""
+        """Keep a path's snapshots few: drop the one that is worth the least. Places where several prefixes part are
+        kept."""
         path = list(on_path(newest.node))
-        ends = [*(end for end, _ in path), 0]
         count = sum(end not in to_pin for end, _ in path)
-        if count <= most_on_path(ends[0], newest.cells):
+        if count <= self.shape.limits.on_path(newest.end, newest.cells):
             return
-        gaps = [
-            (ends[i] - ends[i + 1], snapshot)
-            for i, (end, snapshot) in enumerate(path)
+        others = [
+            snapshot
+            for end, snapshot in path
             if snapshot is not newest and end not in to_pin and not snapshot.pins and not _parts(snapshot)
         ]
-        if gaps:
-            self.drop(min(gaps, key=lambda gap: gap[0])[1])
+        if others:
+            self.drop(min(others, key=self.worth))
 
 
 def unpinned_cells(snapshot: LocalSnapshot) -> int:

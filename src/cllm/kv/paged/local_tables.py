@@ -10,7 +10,7 @@ import numpy as np
 from cllm.kv.groups import LocalTable
 from cllm.kv.paged.arena import Arena
 from cllm.kv.paged.block_table import BlockMatch, allocation_of
-from cllm.kv.paged.local import LocalMemory, LocalShape, LocalSnapshot, most_on_path
+from cllm.kv.paged.local import LocalMemory, LocalShape, LocalSnapshot
 from cllm.kv.paged.resizing import ArenaResizer
 from cllm.kv.paged.room import Room
 from cllm.kv.paged.snapshot_places import further, places_for_states
@@ -21,6 +21,7 @@ from cllm.kv.sequence import KVSequence
 class LocalTables:
     def __init__(self, arena: Arena, room: Room, shape: LocalShape, resizer: ArenaResizer | None) -> None:
         self.states = StateTables(arena, room, shape.state)
+        self._limits = shape.limits
         self.cells = shape.cells
         """Cells of a block; 0: there are no layers with a window."""
         self._arena = arena
@@ -77,11 +78,12 @@ class LocalTables:
         if self.states.cells:
             pins = [place // size for place in sequence.to_pin]
             cells = self.states.cells
-            most = most_on_path(end, cells)
+            most = self._limits.on_path(end, cells)
             ends = places_for_states((*pins, known), places, cached, end, cells=cells, most=most)
             ends.update(place for place in pins if end < place <= length // size)
         else:
             ends = {place for place in (*places, known, end) if cached < place <= length // size}
+        sequence.asked = length
         sequence.marks = sorted((place * size for place in ends), reverse=True)
 
     def begin_load(self, holder: KVSequence, cells: int) -> None:
@@ -204,7 +206,8 @@ class LocalTables:
             return
         to_pin = {tokens // size for tokens in sequence.to_pin}
         snapshot = LocalSnapshot(found.node, windows, state, end)
-        local.keep(snapshot, found.inside // self._arena.prefixes.tree.unit_bytes, to_pin)
+        unit = found.inside // self._arena.prefixes.tree.unit_bytes
+        local.keep(snapshot, unit, to_pin, of_prompt=end * size <= sequence.asked)
 
     # -- going back --------------------------------------------------------------------------------------------
 

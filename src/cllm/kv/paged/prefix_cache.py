@@ -7,13 +7,14 @@ which the pool records it as the holder of its blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cllm.kv.block_names import chain, root_name
 from cllm.kv.events import KVEvents
-from cllm.kv.eviction import EvictionClock, EvictionPolicy, computing, make_policy
+from cllm.kv.eviction import EvictionClock, EvictionPolicy, make_policy
 from cllm.kv.groups import LocalBlock
 from cllm.kv.paged.block_table import BlockAllocation, BlockMatch, BlockNode, allocation_of
 from cllm.kv.paged.holder_ids import HolderIds
@@ -46,6 +47,7 @@ class PrefixCache:
         """Sequences that are only cached: leaves that nobody uses."""
         self.pinned = 0
         """Blocks that pins use."""
+        self._clock = clock
         self._events = events
         self._pool = pool
         self._holders = holders
@@ -135,10 +137,9 @@ class PrefixCache:
 
     def unlock(self, node: BlockNode, above: BlockNode | None = None) -> None:
         """Drop a reference to `node` and its ancestors, below `above` if that is given."""
-        path, rank = list(node.path()), 0.0
-        end = sum(len(part.value) for part in path)
+        rank = -inf
         # Deepest first: the eviction policy relies on it, and no node has a lower rank than what is below it.
-        for part in path:
+        for part in node.path():
             if part.children:
                 rank = max(rank, part.rank)
             if part is above:
@@ -146,30 +147,29 @@ class PrefixCache:
                 break
             part.references -= 1
             if part.references == 0:
-                rank = self.policy.add(part, part.hits, self._worth(part, end), after=rank)
+                rank = part.rank = self.policy.add(part, part.hits, self._worth(part), after=rank)
                 self.evictable += len(part.value)
                 self.held += not part.children
-                part.rank = rank
-                self._sink(part)
+                self._value_end(part)
             part.rank = rank
-            end -= len(part.value)
 
-    def _worth(self, node: BlockNode, end: int) -> float:
-        """What the end of an edge behind `end` blocks saves. With local layers: what its last snapshot does."""
-        if self._local is not None:
-            return self._local.worth(node.marks[max(node.marks)]) if node.marks else 0.0
-        size = self.tree.unit_bytes // TOKEN_BYTES
-        return computing((end - 1) * size, end * size)
+    def _worth(self, node: BlockNode) -> float:
+        """What each block of an edge saves. With local layers: what the best of its snapshots does; without, all are
+        worth the same."""
+        if self._local is None:
+            return 1.0
+        return max((self._local.worth(mark) for mark in node.marks.values() if mark.likely), default=0.0)
 
-    def _sink(self, node: BlockNode) -> None:
-        """What is behind the last snapshot of a leaf is of no use: it goes first."""
-        if self._local is not None and not node.children and len(node.value) not in node.marks:
-            self.policy.revalue(node, 0.0)
+    def _value_end(self, node: BlockNode) -> None:
+        """The end of a leaf is worth what its snapshot is. Behind the last one it is of no use: it goes first."""
+        if self._local is not None and not node.children:
+            last = node.marks.get(len(node.value))
+            self.policy.revalue(node, 0.0 if last is None else self._local.worth(last), most=node.rank)
 
     def lost_snapshot(self, node: BlockNode) -> None:
         """One of the node's was evicted."""
         if node in self.policy:
-            self._sink(node)
+            self._value_end(node)
 
     # -- pins --------------------------------------------------------------------------------------------------
 
@@ -293,6 +293,7 @@ class PrefixCache:
                 node.references = 1
                 node.number = self._holders.assign(node)
             self._pool.hand_over(rest, node.number)
+            self._clock.advance(len(rest) / self._pool.total)
         held.node = node
         held.indexed = full
 
@@ -336,7 +337,6 @@ class PrefixCache:
         freed = 0
         while freed < count and len(self.policy):
             node = self.policy.peek()
-            self.policy.age()
             # With local layers what is behind the last snapshot goes first, and then what that was of use for.
             reach = max((unit for unit in node.marks if unit < len(node.value)), default=0)
             freed += self._shorten_leaf(node, max(len(node.value) - (count - freed), reach))
@@ -345,7 +345,6 @@ class PrefixCache:
     def evict_leaf(self) -> int:
         """Free the blocks of the leaf to evict next; how many they were."""
         node = self.policy.peek()
-        self.policy.age()
         return self._shorten_leaf(node, 0)
 
     def _shorten_leaf(self, node: BlockNode, keep: int) -> int:
@@ -363,11 +362,7 @@ class PrefixCache:
             return freed
         del node.value[keep:], node.names[keep:]
         del node.key[keep * self.tree.unit_bytes :]
-        if self._local is not None:
-            if keep in node.marks:
-                self.policy.revalue(node, self._local.worth(node.marks[keep]), most=node.rank)
-            else:
-                self._sink(node)
+        self._value_end(node)
         return freed
 
     def next_to_go(self, count: int) -> Iterator[tuple[list[bytes], list[int]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cllm.kv.eviction import EvictionPolicy, computing, make_policy
+from cllm.kv.eviction import EvictionClock, EvictionPolicy, computing, make_policy
 from cllm.kv.ops import SavedKV
 from cllm.kv.slots.index import CacheEntry
 
@@ -16,13 +16,15 @@ class SequenceStore:
         self.capacity = capacity
         self.bytes = 0
         self.tokens = 0
-        self._order: EvictionPolicy[CacheEntry] = make_policy(policy)
+        self._clock = EvictionClock()
+        self._order: EvictionPolicy[CacheEntry] = make_policy(policy, self._clock)
 
     def add(self, entry: CacheEntry, saved: SavedKV) -> None:
         """Hold `saved` for an entry that has left its slot."""
         entry.saved = saved
         entry.slot = None
         self._queue(entry, saved)
+        self._clock.advance(saved.nbytes / max(1, self.capacity))
         self.tokens += entry.length
         self.bytes += saved.nbytes
 
@@ -43,8 +45,7 @@ class SequenceStore:
         entry.saved = None
 
     def next_to_go(self) -> CacheEntry:
-        """The one that is evicted now."""
-        self._order.age()
+        """The first in the order of eviction."""
         return self._order.peek()
 
     def __len__(self) -> int:
