@@ -4,6 +4,7 @@ else is in a step, and from wherever it goes on. f32, on the CPU."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 
 from cllm import LLM, SamplingParams
 from cllm.backends.torch.backend import TorchBackend
+from cllm.backends.torch.device import unsupported_heads
+from cllm.backends.torch.worker import Setup
 from cllm.errors import BackendError
 from cllm.kv.groups import LocalBlock
 from cllm.kv.ops import BlockGeometry
@@ -188,6 +191,27 @@ def test_memory_without_a_layout_of_states_is_refused(steps: GroupedSteps) -> No
         steps.backend.allocate(BlockGeometry(8, BLOCK))
 
 
+def test_on_a_gpu_steps_are_not_ahead_of_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [HFModel.open(save(build(kind), tmp_path / kind)) for kind in ("lfm2", "qwen3")]
+    monkeypatch.setattr(Setup, "on_gpu", True)
+    monkeypatch.setattr(TorchBackend, "_load", lambda *_: None)
+    traits = [TorchBackend(model, device="cpu").traits for model in models]
+    assert [each.depth for each in traits] == [1, 2]
+    assert not any(each.frees_windows for each in traits)
+
+
+@pytest.mark.parametrize(("kind", "refused"), [("lfm2", True), ("qwen3", False)])
+def test_kernels_have_no_int8_beside_states(
+    kind: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = HFModel.open(save(build(kind), tmp_path)).spec
+    cpu = torch.device("cpu")
+    assert unsupported_heads(spec, cpu, "int8") is None, "plain torch has"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert ("use f16" in (unsupported_heads(spec, cpu, "int8") or "")) == refused
+    assert unsupported_heads(spec, cpu, "f16") is None
+
+
 # -- under the engine --------------------------------------------------------------------------------------------------
 
 SETTINGS: dict[str, Any] = {
@@ -210,8 +234,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_whole(build("qwen3.5"), tmp_path_factory.mktemp("models") / "tiny-qwen3.5")
 
 
-def bits(llm: LLM, prompts: list[list[int]]) -> list[Any]:
-    answers = llm.generate(prompts, EXACT, progress=False)
+def bits(llm: LLM, prompts: list[list[int]], params: SamplingParams = EXACT) -> list[Any]:
+    answers = llm.generate(prompts, params, progress=False)
     return [[(each.token_id, each.logprob, each.top) for each in answer.logprobs or ()] for answer in answers]
 
 
@@ -239,3 +263,15 @@ def test_what_comes_from_disk_equals_what_is_computed(
         assert [(each.token_id, each.logprob, each.top) for each in answer.logprobs or ()] == second
     with LLM(str(directory), settings=SETTINGS) as llm:
         assert bits(llm, [turn])[0] == second
+
+
+def test_preempted_and_forked_equals_alone(directory: Path) -> None:
+    long = replace(EXACT, max_tokens=60, n=2)
+    with LLM(str(directory), settings=SETTINGS) as llm:
+        expected = [bits(llm, [prompt], long) for prompt in PROMPTS]
+        assert all(first == second for first, second in expected)
+    few = {"resources.kv_cache_max_memory_mb": 0.5, "resources.max_context_length": 200, "scheduler.watermark": 0.0}
+    with LLM(str(directory), settings=SETTINGS | few) as llm:
+        assert bits(llm, PROMPTS, long) == [answer for pair in expected for answer in pair]
+        assert llm._llm.executor.engine.snapshot.preemptions > 0
+        assert_nothing_left(llm._llm.executor.engine)
