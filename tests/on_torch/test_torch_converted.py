@@ -150,6 +150,7 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": (
         "Qwen3_5Text",
         {
+            "rms_norm_eps": 1e-6,  # as in every file: transformers always adds that to the length of queries and keys
             "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16,
             "linear_value_head_dim": 16,
         },
