@@ -184,6 +184,12 @@ def cache() -> Iterator[Panel]:
         [(EACH, total(rate_of("kv_evictions_total"), BY))],
     )
     yield Panel(
+        "Groups of layers",
+        BYTES,
+        "KV memory of layers that keep all tokens (full), a window, or a state, in use and only cached.",
+        [("{{group}} {{state}}", total(of("kv_group_bytes"), "group, state"))],
+    )
+    yield Panel(
         "Waits for memory",
         PER_S,
         "Waits and preemptions for lack of KV memory.",

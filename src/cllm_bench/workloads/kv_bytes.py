@@ -14,7 +14,7 @@ from cllm.backends.fake import FakeBackend
 from cllm.config import Config
 from cllm.engine.stepper import Stepper
 from cllm.kv.groups import GroupKind, KVLayout
-from cllm.kv.paged.local import MOST
+from cllm.kv.paged.local import SnapshotLimits
 from cllm.models.gguf import GGUFModel
 from cllm.models.gguf_decoder import decoder_spec
 from cllm.models.spec import ModelSpec
@@ -159,7 +159,8 @@ def reckon(layout: KVLayout, length: int) -> Reckoned:
 def _enough(layout: KVLayout, length: int) -> int:
     """Cells for the sequence and its snapshots."""
     local, states = layout.local, layout.states
-    most = -(-length // layout.block_size) + 64 + MOST * (states.cells if states else 0)
+    snapshots = SnapshotLimits().most
+    most = -(-length // layout.block_size) + 64 + snapshots * (states.cells if states else 0)
     if local is not None:
-        most += MOST * local.cells * -(-(local.window + STEP_TOKENS) // layout.block_size)
+        most += snapshots * local.cells * -(-(local.window + STEP_TOKENS) // layout.block_size)
     return most
