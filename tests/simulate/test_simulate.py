@@ -153,6 +153,15 @@ def test_worth_saves_more_of_agents_prompts_than_lru(layers: dict[str, int]) -> 
     assert saved["worth"] > saved["lru"]
 
 
+def test_a_page_draws_what_was_varied(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    options = ["--requests", "20", "--what-if", "blocks=200,400", "--what-if", "eviction=lru,worth"]
+    done = CliRunner().invoke(app, ["simulate", *options, "--report", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    page = (tmp_path / "index.html").read_text()
+    assert page.count("<figure>") == 4 and "Computing saved / by lru" in page and "<td" in page
+
+
 # -- several servers -----------------------------------------------------------------------------------------------
 
 

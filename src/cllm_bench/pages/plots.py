@@ -73,6 +73,8 @@ class Plot:
     x_label: str
     y_label: str
     log_y: bool = False
+    near: bool = False
+    """Whether the y axis begins near the lowest value, as for ratios about 1."""
 
     @cached_property
     def svg(self) -> str:
@@ -94,7 +96,7 @@ class Plot:
         ys = [y for one in self.series for _, y in one.points]
         _scale(axes, "x")
         _scale(axes, "y", log=self.log_y and min(ys) > 0, times=max(ys) / min(ys) if min(ys) > 0 else 1)
-        if axes.get_yscale() == "linear":
+        if axes.get_yscale() == "linear" and not self.near:
             axes.set_ylim(min(0.0, min(ys) * 1.05), max(ys) * 1.05 or 1.0)
         axes.set(xlabel=self.x_label, ylabel=self.y_label)
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), borderpad=0, ncols=2)

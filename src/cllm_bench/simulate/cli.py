@@ -24,7 +24,7 @@ Synthetic = Annotated[
     str | None,
     typer.Option(
         metavar="KIND",
-        help="poisson, chats, conversation or toolagent, the last two like Mooncake's. [default: chats]",
+        help="poisson, chats, agents, conversation or toolagent, the last two like Mooncake's. [default: chats]",
     ),
 ]
 Requests = Annotated[int | None, typer.Option(min=1, help="How many. [default: 2000; of a file: all]")]
@@ -54,6 +54,7 @@ WhatIf = Annotated[
     typer.Option("--what-if", metavar="KEY=V1,V2,...", help="Vary a setting, or rate; repeated: every combination."),
 ]
 Cost = Annotated[str, typer.Option(metavar="NAME|FILE", help="Cost model of a step.")]
+Report = Annotated[Path | None, typer.Option(metavar="DIR", help="Also write a page with tables and plots there.")]
 Seed = Annotated[int, typer.Option(min=0, help="Random seed of synthetic traces.")]
 
 
@@ -77,10 +78,12 @@ def run(
     cost: Cost = "smollm2",
     seed: Seed = 0,
     json: JsonOption = None,
+    report: Report = None,
 ) -> None:
     """Simulate the scheduler and the KV cache on a trace: sweeps of settings, several servers."""
     if context.invoked_subcommand is not None:
         return
+    from cllm_bench.pages.extras import check_report
     from cllm_bench.simulate.commands import TraceSource, run_grid
     from cllm_bench.simulate.settings import ROUTINGS, Settings, changed, parse_assignment
 
@@ -94,7 +97,7 @@ def run(
     sweeps = [*filter(None, [swept.get("replicas")]), *(what_if or []), *filter(None, [swept.get("routing")])]
     source = TraceSource(trace, synthetic, requests, rate, shape, hash_tokens, seed, per_replica)
     base = changed(Settings(), assignments)
-    complete = run_grid(source, base, sweeps, cost, json)
+    complete = run_grid(source, base, sweeps, cost, json, check_report(report))
     if not complete:
         raise typer.Exit(130)
 

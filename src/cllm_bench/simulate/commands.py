@@ -81,14 +81,20 @@ def _sweep_value(key: str, text: str) -> Value:
 
 
 def run_grid(
-    source: TraceSource, base: Settings, what_if: Sequence[str], cost_name: str, json_file: Path | None
+    source: TraceSource,
+    base: Settings,
+    what_if: Sequence[str],
+    cost_name: str,
+    json_file: Path | None,
+    report: Path | None = None,
 ) -> bool:
     """Every variation. False if it was interrupted; what there is was shown and written."""
     cost = load_cost(cost_name)
     console = Console()
     results: list[Result] = []
     open_trace = lru_cache(source.open)
-    for varied in grid(parse_sweeps(what_if)):
+    variations = grid(parse_sweeps(what_if))
+    for varied in variations:
         rate, replicas = varied.get("rate"), varied.get("replicas", base.replicas)
         try:
             trace = open_trace(None if rate is None else float(rate), int(replicas))
@@ -102,11 +108,12 @@ def run_grid(
             write_json(json_file, to_json(results, cost))
         if results[-1].interrupted:
             break
-    else:
-        print_results(console, results)
-        return True
     print_results(console, results)
-    return False
+    if report is not None and results:
+        from cllm_bench.simulate.page import write_results
+
+        console.print(f"{write_results(results, cost, report)}", highlight=False, soft_wrap=True)
+    return len(results) == len(variations) and not any(result.interrupted for result in results)
 
 
 @contextmanager

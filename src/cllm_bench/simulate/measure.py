@@ -7,6 +7,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,14 +21,16 @@ from cllm.engine.request import Output, Terms, build_request
 from cllm.engine.scheduler import Scheduler
 from cllm.engine.submission import Submission
 from cllm.errors import BackendError, CLLMError
+from cllm.kv.manager import KVManager
 from cllm.kv.ops import BlockOps, Geometry, SlotOps
+from cllm.kv.paged.manager import PagedKVManager
 from cllm.loading.parts import load_model
 from cllm.loading.text_model import PRELOADED
 from cllm.observe.json_option import check_writable
 from cllm.work.pool import blocking_workers
 from cllm_bench.pages.extras import check_extra
 from cllm_bench.simulate.backend import work_of
-from cllm_bench.simulate.cost import StepWork
+from cllm_bench.simulate.cost import CostModel, StepWork
 from cllm_bench.simulate.fit import StepRecord, fit_cost, median_error
 
 Clock = Callable[[], float]
@@ -130,6 +133,19 @@ def timed_steps(
     return recorder.steps
 
 
+def with_other_layers(cost: CostModel, kv: KVManager) -> CostModel:
+    """What layers with a window and states take beside the others, where they are kept apart."""
+    if not isinstance(kv, PagedKVManager) or kv.arena.local is None:
+        return cost
+    shape, token_bytes = kv.arena.local.shape, cost.kv_bytes_per_token
+    return replace(
+        cost,
+        window=shape.window,
+        window_bytes_per_token=shape.cells * token_bytes,
+        state_bytes=shape.state * kv.unit_tokens * token_bytes,
+    )
+
+
 def fit_model(model: str, backend: str, repeats: int, file: Path, seed: int) -> str:
     """Write the fitted cost model; a sentence that says how close it comes."""
     check_extra("scipy", "cllm simulate fit")
@@ -154,6 +170,7 @@ def fit_model(model: str, backend: str, repeats: int, file: Path, seed: int) -> 
                 runs.append(timed_steps(parts.backend, parts.scheduler, prompts))
     description = f"{facts.name} on {parts.backend.describe()}, fitted from measured steps"
     cost = fit_cost(facts.name, description, runs, kv_bytes_per_token=facts.bytes_per_token)
+    cost = with_other_layers(cost, parts.scheduler.kv)
     cost.save(file)
     error = 100 * median_error(cost, [step for run in runs for step in run])
     return f"{file}: {description}; {sum(map(len, runs))} steps, half of them predicted within {error:.1f} %"

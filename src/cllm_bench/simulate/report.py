@@ -60,17 +60,24 @@ BALANCE: Column = ("busiest\n/ mean", _figure("balance"))
 """With several servers."""
 
 
+def shown_columns(results: Sequence[Result]) -> list[Column]:
+    return [*COLUMNS, BALANCE] if any(result.settings.replicas > 1 for result in results) else COLUMNS
+
+
+def shown_varied(result: Result) -> list[str]:
+    return [f"{value:,}" if isinstance(value, int) else str(value) for value in result.varied.values()]
+
+
 def print_results(console: Console, results: Sequence[Result]) -> None:
     if not results:
         return
     console.print(f"{traces_of(results)}; cost model {results[0].cost}", highlight=False, soft_wrap=True)
-    columns = [*COLUMNS, BALANCE] if any(result.settings.replicas > 1 for result in results) else COLUMNS
+    columns = shown_columns(results)
     table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
     for label in (*(f"\n{key}" for key in results[0].varied), *(label for label, _ in columns)):
         table.add_column(label, justify="right", no_wrap=True)
     for result in results:
-        varied = [f"{value:,}" if isinstance(value, int) else str(value) for value in result.varied.values()]
-        table.add_row(*varied, *(show(result.figures) for _, show in columns))
+        table.add_row(*shown_varied(result), *(show(result.figures) for _, show in columns))
     # As wide as it is: a narrow terminal breaks its lines, which is better than to leave digits out.
     table.width = Measurement.get(console, console.options.update(max_width=1000), table).maximum
     console.print(table, crop=False, soft_wrap=True)
