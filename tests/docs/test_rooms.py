@@ -15,7 +15,7 @@ import pytest
 from repository import ROOT
 
 SRC = ROOT / "src"
-MOST_LINES = {"cllm": 66_000, "cllm_bench": 12_200}
+MOST_LINES = {"cllm": 66_000, "cllm_bench": 12_350}
 """Lines of Python in the product and in the laboratory."""
 MOST_PARENTS = 2
 SHALLOW = ("kv", "engine", "llm.py")
