@@ -55,21 +55,15 @@ class Turns:
         """What a convolution takes for each token, [tokens, kernel], and what is left for the tokens to come, [rows,
         kernel - 1]: places among the inputs that rows had left, one row after another, and then those of all tokens."""
         if kernel not in self._sources:
-            self._sources[kernel] = (
-                self._find(self._tokens(), kernel, 1 - kernel),
-                self._find(
-                    (torch.arange(len(self.order), device=self.rows.device), self.starts[1:]), kernel - 1, 1 - kernel
-                ),
-            )
+            rows, tokens = (torch.arange(len(part), device=part.device) for part in (self.order, self.rows))
+            taken = self._places(self.rows, tokens, kernel, kernel)
+            self._sources[kernel] = taken, self._places(rows, self.starts[1:], kernel, kernel - 1)
         return self._sources[kernel]
 
-    def _tokens(self) -> tuple[Tensor, Tensor]:
-        return self.rows, torch.arange(len(self.rows), device=self.rows.device)
-
-    def _find(self, ends: tuple[Tensor, Tensor], count: int, first: int) -> Tensor:
-        """The `count` places from `first` on, seen from each of `ends`: rows, and tokens."""
-        (rows, tokens), left = ends, -first
-        at = tokens[:, None] + torch.arange(first, first + count, device=rows.device)
+    def _places(self, rows: Tensor, tokens: Tensor, kernel: int, count: int) -> Tensor:
+        """The `count` places from `kernel` - 1 before each of the tokens on, which are in these rows."""
+        left = kernel - 1
+        at = tokens[:, None] + torch.arange(-left, count - left, device=rows.device)
         inside = at - self.starts[rows][:, None]
         return torch.where(inside < 0, rows[:, None] * left + inside + left, len(self.order) * left + at)
 
