@@ -239,6 +239,22 @@ def test_a_pinned_beginning_needs_its_state() -> None:
     assert kv.peek(KVSequence(SYSTEM + OTHER).tokens.tobytes()) == 20
 
 
+def test_a_pinned_beginning_keeps_its_state_when_another_pin_that_shares_it_goes() -> None:
+    backend, kv = state_slots(slot_tokens=200, pin_limit=0.75)
+    sequence, _ = run(backend, kv, SYSTEM + USER, ANSWER)
+    for tokens in (20, 46):
+        kv.pin(sequence, PinMark(tokens))
+    kv.release(sequence, keep=False)
+    first, second = kv.places.pins.by_id
+    kv.unpin(second)
+    for expected in (20, 0):
+        while kv.places.snapshots.give_up_oldest():
+            pass
+        kv.check()
+        assert kv.peek(KVSequence(SYSTEM + OTHER).tokens.tobytes()) == expected
+        kv.unpin(first)
+
+
 def test_snapshots_stay_within_the_store() -> None:
     backend, kv = state_slots(slot_tokens=200, store_sequences=2)
     places = kv.places

@@ -31,12 +31,12 @@ _NOTHING: SavedKV = np.empty(0, np.uint8)
 
 
 class Snapshot:
-    __slots__ = ("saved", "tokens", "users")
+    __slots__ = ("pins", "saved", "tokens", "users")
 
     def __init__(self, tokens: int, saved: SavedKV) -> None:
         self.tokens = tokens
         self.saved = saved
-        self.users = 0
+        self.users = self.pins = 0
 
 
 Kept = dict[int, Snapshot]
@@ -56,7 +56,6 @@ class Snapshots:
         self.apart = LEAST_APART
         self._limit = max(int(store_bytes * SHARE), state_bytes)
         self._order: OrderedDict[Snapshot, None] = OrderedDict()
-        self._pinned: set[Snapshot] = set()
 
     def __len__(self) -> int:
         return len(self._order)
@@ -103,10 +102,12 @@ class Snapshots:
 
     def pin(self, kept: Kept) -> None:
         """They are not given up for lack of memory."""
-        self._pinned.update(kept.values())
+        for snapshot in kept.values():
+            snapshot.pins += 1
 
     def unpin(self, kept: Kept) -> None:
-        self._pinned.difference_update(kept.values())
+        for snapshot in kept.values():
+            snapshot.pins -= 1
 
     def choose(self, candidates: Collection[int], needed: Collection[int], known: int, tokens: int) -> list[int]:
         """Behind how many of a prompt's `tokens` to take snapshots, the next one last; `known` of them are cached. All
@@ -146,14 +147,13 @@ class Snapshots:
 
     def give_up_oldest(self) -> bool:
         """Give up the one that was used longest ago: nobody can go on from there any more. False: there is none."""
-        oldest = next((snapshot for snapshot in self._order if snapshot not in self._pinned), None)
+        oldest = next((snapshot for snapshot in self._order if not snapshot.pins), None)
         if oldest is not None:
             self._forget(oldest)
         return oldest is not None
 
     def _forget(self, snapshot: Snapshot) -> None:
         del self._order[snapshot]
-        self._pinned.discard(snapshot)
         self.bytes -= snapshot.saved.nbytes
         snapshot.saved = _NOTHING
 
