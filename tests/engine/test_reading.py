@@ -9,14 +9,19 @@ import numpy as np
 import pytest
 
 from cllm.backends.base import Chunk, PromptScores
+from cllm.backends.fake import END_TOKEN
 from cllm.backends.scoring import score_rows
+from cllm.engine.budget import StepBudget
 from cllm.engine.params import ContextWindow, SamplingParams
 from cllm.engine.reading import PromptPooling, PromptScoring, normalised
-from cllm.errors import BackendError, InvalidRequestError
+from cllm.engine.scheduler import Scheduler
+from cllm.engine.stepper import Stepper
+from cllm.errors import BackendError, InvalidRequestError, StepAbortedError
 from engine_kit import (
     GREEDY,
     LIMIT_S,
     FinishReason,
+    as_lists,
     assert_nothing_left,
     make_engine,
     make_reading,
@@ -24,6 +29,7 @@ from engine_kit import (
     read_alone,
     reference,
 )
+from state_slots_kit import state_slots
 
 LAYOUTS = ["paged", "slots", "ahead"]
 KINDS = ["scores", "last", "mean", "cls"]
@@ -205,6 +211,37 @@ def test_scores_of_rows() -> None:
     assert score_rows(rows[:1], [0], 4).top_ids.tolist() == [[1, 2, 0, -1]]
     with pytest.raises(BackendError, match="usable"):
         PromptScoring(0).take(0, score_rows(rows[2:], [1], 0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lost_step_after_which_a_state_goes_back_is_not_read_twice(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, kv = state_slots(slot_tokens=256)
+    budget = StepBudget(inter_token_s=0.1, max_gap_s=0.25, prompt_only_s=0.5, max_tokens=32)
+    scheduler = Scheduler(kv, budget, max_running=4)
+    stepper, steps, collect = Stepper(backend, scheduler, timer=lambda: 0.0), 0, backend.collect
+
+    def lose_some(chunks: list[Chunk]) -> object:
+        nonlocal steps
+        steps += 1
+        result = collect(chunks)
+        if steps in (4, 6):
+            raise StepAbortedError("lost, though all was written")
+        return result
+
+    monkeypatch.setattr(backend, "collect", lose_some)
+    prompt = [*map(ord, PROMPT)]
+    prompt[39::40] = [END_TOKEN] * len(prompt[39::40])
+    request = make_request(prompt, params_of(kind), reading=make_reading(kind))
+    scheduler.requests.add(request)
+    while scheduler.requests.has_work:
+        stepper.advance()
+        kv.check()
+        assert steps < 60
+    reads = [output.read for output in scheduler.requests.take_outputs() if output.read is not None]
+    (read,) = map(as_lists, reads)
+    assert steps > 6 and read == read_alone(request.prompt, kind)
 
 
 def test_vectors_have_length_one() -> None:

@@ -42,7 +42,10 @@ class Faults:
         """The step did not happen: forget what it may have written."""
         for index, sequence in enumerate(plan.sequences):
             if plan.settle(index):
+                computed, reading = sequence.num_computed, sequence.reading
                 self._kv.rewind(sequence)
+                if sequence.num_computed < computed and reading is not None and reading.in_order:
+                    self._kv.truncate(sequence, 0)  # what was read of tokens that are computed again counts already
                 if drafted_in(plan.chunks[index]):
                     # Only the drafts' memory is freed: the sequence's own token may be computed right away, alone.
                     self._kv.truncate(sequence, sequence.num_computed)
