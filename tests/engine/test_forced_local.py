@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
+from cllm.backends.base import Chunk
 from cllm.backends.fake import FakeBackend
 from cllm.engine.budget import StepBudget
 from cllm.engine.params import SamplingParams
@@ -58,3 +61,32 @@ def answer_in_parts(backend: FakeBackend, kv: PagedKVManager, n: int) -> None:
     for answer in range(n):
         tokens = [out.token_id for out in outputs if out.answer == answer and out.token_id is not None]
         assert tokens == alone(request, RECORD, answer) and len(tokens) > 200
+
+
+def test_forced_tokens_behind_windows_that_are_computed_again_leave_what_full_layers_have() -> None:
+    """Who was preempted has as few tokens to compute as are forced, some of them only for its windows."""
+    backend, kv = paged(300, window=5, ahead=8, reach=4)
+    budget = StepBudget(inter_token_s=0.1, max_gap_s=0.25, prompt_only_s=0.5, max_tokens=32)
+    scheduler = Scheduler(kv, budget, max_running=4)
+    stepper = Stepper(backend, scheduler, timer=lambda: 0.0)
+    request = constrained("who?", RECORD, SamplingParams(temperature=0.0, max_tokens=240))
+    (sequence,), local = request.sequences, kv.arena.local
+    scheduler.requests.add(request)
+    rebuilt = 0
+
+    def look(chunks: Sequence[Chunk]) -> None:
+        nonlocal rebuilt
+        rebuilt += sequence.rebuilt > 0
+        assert [chunk.known for chunk in chunks] == [sequence.rebuilt]
+
+    backend.faults.before_step = look
+    while scheduler.requests.has_work:
+        stepper.advance()
+        if sequence.forced > 30 and len(sequence.tokens) - sequence.num_computed > 40 and not rebuilt:
+            scheduler.requests.preempt(sequence)
+            assert local is not None
+            for snapshot in list(local.policy):
+                local.drop(snapshot)
+        kv.check()
+    tokens = [out.token_id for out in scheduler.requests.take_outputs() if out.token_id is not None]
+    assert rebuilt and tokens == alone(request, RECORD)

@@ -129,6 +129,7 @@ def row_of(sequence: Sequence) -> Chunk:
         follows,
         sequence.local,
         sequence.state,
+        known=sequence.rebuilt,
     )
 
 
