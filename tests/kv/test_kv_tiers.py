@@ -501,3 +501,29 @@ def test_every_call_fails_in_turn(tmp_path: Path, kind: type[Cache], error: int)
             whole = number
             break
     assert whole > 20, "the scenario needs fewer calls than there are to fail"
+
+
+def test_a_load_that_does_not_begin_leaves_no_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the one that it would have followed went to make room for it."""
+    options: dict[str, Any] = {"window": 30, "blocks": 64}
+    asked = [*LONG[:24], 7]
+    first = Cache(tmp_path, **options)
+    first.run(asked)
+    first.settle()
+    cache = Cache(tmp_path, **options)
+    cache.run(LONG[:9])
+    local = cache.kv.arena.local
+    assert local is not None and len(local.policy) == 1
+
+    tried = False
+
+    def fail(_: object) -> None:
+        nonlocal tried
+        tried = True
+        for snapshot in list(local.policy):
+            local.drop(snapshot)
+        raise MemoryError
+
+    monkeypatch.setattr(cache.backend.memory, "landing", fail)
+    assert cache.run(asked) == 0
+    assert tried

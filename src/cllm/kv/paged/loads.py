@@ -191,6 +191,7 @@ class BlockLoads:
         try:
             load.transfer = begin(own)
         except Exception:
+            self._tables.drop_local(holder)  # nothing was loaded into it, so no snapshot may be taken of it
             self._release(holder)
             raise
         self.queue.add(load)
