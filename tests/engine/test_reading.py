@@ -214,9 +214,7 @@ def test_scores_of_rows() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_lost_step_after_which_a_state_goes_back_is_not_read_twice(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_state_goes_back_over_after_a_lost_step_counts_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend, kv = state_slots(slot_tokens=256)
     budget = StepBudget(inter_token_s=0.1, max_gap_s=0.25, prompt_only_s=0.5, max_tokens=32)
     scheduler = Scheduler(kv, budget, max_running=4)
