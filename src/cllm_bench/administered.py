@@ -28,7 +28,7 @@ def paged_cache(backend: FakeBackend, blocks: int, *, allocated: bool = True) ->
     geometry = BlockGeometry(blocks, BLOCK_SIZE, layout if cells or state else None)
     backend.allocate(geometry if allocated else BlockGeometry(1, BLOCK_SIZE))
     local = LocalShape(window, cells, ahead, state) if cells or state else None
-    return PagedKVManager(backend.ops, geometry, local, bytes_per_token=4)  # type: ignore[arg-type]
+    return PagedKVManager(backend.ops, geometry, local, bytes_per_token=4, eviction_policy="worth")  # type: ignore[arg-type]
 
 
 def open_scheduler(kv: PagedKVManager, *, running: int, step_tokens: int) -> Scheduler:

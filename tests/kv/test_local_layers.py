@@ -10,6 +10,7 @@ import pytest
 from cllm.backends.fake import FakeBackend
 from cllm.errors import UnsupportedOperationError
 from cllm.kv.manager import KVManager
+from cllm.kv.paged.manager import PagedKVManager
 from cllm.kv.pins import PinMark
 from cllm.kv.sequence import KVSequence
 from kv_kit import assert_states, compute, computed_alone, paged, state_of
@@ -290,3 +291,25 @@ def test_blocks_from_where_nobody_can_go_on_go_first() -> None:
     assert first.key[:4] == b"\x01\0\0\0"
     assert next(iter(kv.arena.prefixes.policy)) is first
     kv.check()
+
+
+def test_where_prompts_part_is_evicted_after_what_follows() -> None:
+    """It has no place of its own to go on from, and is worth nothing by itself."""
+    backend, kv = paged(blocks=400, window=5, eviction_policy="worth")
+    for letter in range(2, 6):
+        keep_prompt(backend, kv, [1] * 20 + [letter] * 60, 30, 60)
+    assert_order(kv)
+    keep_prompt(backend, kv, [1] * 20 + [2] * 4 + [6] * 4)
+    assert_order(kv)
+    while kv.usage().evictable:
+        kv.room.evict(1)
+        kv.check()
+        assert_order(kv)
+
+
+def assert_order(kv: PagedKVManager) -> None:
+    gone: set[int] = set()
+    for node in kv.arena.prefixes.policy:
+        assert all(child.number in gone for child in node.children.values())
+        gone.add(node.number)
+    assert len(gone) == len(kv.arena.prefixes.policy)
