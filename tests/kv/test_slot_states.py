@@ -255,6 +255,25 @@ def test_a_pinned_beginning_keeps_its_state_when_another_pin_that_shares_it_goes
         kv.unpin(first)
 
 
+def test_an_admission_that_ends_in_doubt_costs_no_saved_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, kv = state_slots(1, slot_tokens=200)
+    for letter in (1, 4):
+        kv.release(run(backend, kv, SYSTEM + message(letter))[0])
+    assert len(kv.places.store) == 1
+
+    def fail(*_: object) -> None:
+        raise BackendError("stuck")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(backend.memory, "remove", fail)
+        with pytest.raises(BackendError, match="cannot empty slot 0"):
+            kv.admit(WithPlaces(SYSTEM + message(1) + USER))
+    backend.memory.remove(0, 0)
+    kv.reset()
+    kv.check()
+    assert kv.peek(KVSequence(SYSTEM + message(1) + USER).tokens.tobytes()) == 40
+
+
 def test_snapshots_stay_within_the_store() -> None:
     backend, kv = state_slots(slot_tokens=200, store_sequences=2)
     places = kv.places

@@ -136,9 +136,13 @@ class SlotKVManager(KVManager):
             self.room.vacate(slot)
         else:
             places.snapshots.share(source.snapshots, kept, cached)
-            if not self.room.bring(source, slot, cached, sequence.space):
-                cached = 0
-                places.snapshots.clear(kept)
+            brought = False
+            try:
+                brought = self.room.bring(source, slot, cached, sequence.space)
+            finally:
+                if not brought:
+                    cached = 0
+                    places.snapshots.clear(kept)
         self._occupy(slot, sequence, cached, kept)
         if self.states:
             self.states.begin(sequence, known)
