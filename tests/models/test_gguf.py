@@ -130,10 +130,9 @@ def test_sizes_of_layers_that_carry_a_state(
 
 
 def test_layers_that_neither_attend_nor_carry_a_state_are_refused(tmp_path: Path) -> None:
-    path = write_gguf(
-        tmp_path / "d.gguf", LLAMA_KEYS | {"llama.attention.head_count_kv": [0, 2], "llama.vocab_size": 5}
-    )
-    assert "llama models are not supported yet: not every layer of theirs is plain attention" in refusal(path)
+    changes = {"llama.attention.head_count_kv": [0, 2], "llama.shortconv.l_cache": 0, "llama.vocab_size": 5}
+    named = "no metadata key says how large the state of the others is (one of llama.ssm.conv_kernel, "
+    assert named in refusal(write_gguf(tmp_path / "d.gguf", LLAMA_KEYS | changes))
 
 
 @pytest.mark.parametrize(

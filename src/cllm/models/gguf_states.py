@@ -30,8 +30,8 @@ def read_layers(keys: Keys, n_embd: int, n_layers: int) -> tuple[LayerSpec, ...]
     floats = _state_floats(keys, n_embd, max(heads, default=0))
     if not floats:
         raise ModelError(
-            f"{keys.path}: {keys.architecture} models are not supported yet: not every layer of theirs is plain "
-            "attention; use another model"
+            f"{keys.path}: not every layer is attention, and no metadata key says how large the state of the others is "
+            f"(one of {', '.join(f'{keys.architecture}.{suffix}' for suffix in _STATE_KEYS)}); use another .gguf file"
         )
     state = OpaqueStateSpec(_FLOAT * floats)
     layers = []
