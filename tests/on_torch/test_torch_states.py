@@ -191,6 +191,12 @@ def test_memory_without_a_layout_of_states_is_refused(steps: GroupedSteps) -> No
         steps.backend.allocate(BlockGeometry(8, BLOCK))
 
 
+def test_what_is_refused_where_layers_carry_a_state_points_at_no_other_backend(tmp_path: Path) -> None:
+    with TorchBackend(HFModel.open(save(build("lfm2"), tmp_path)), device="cpu") as backend:
+        assert backend.traits.no_window is not None
+        assert "carry a state" in backend.traits.no_window and "--backend" not in backend.traits.no_window
+
+
 def test_on_a_gpu_steps_are_not_ahead_of_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models = [HFModel.open(save(build(kind), tmp_path / kind)) for kind in ("lfm2", "qwen3")]
     monkeypatch.setattr(Setup, "on_gpu", True)

@@ -157,6 +157,9 @@ class StepResult(NamedTuple):
 Layout = Literal["blocks", "slots"]
 
 
+NO_WINDOW_OF_STATES = "layers of this model carry a state, from which no token can be taken back"
+
+
 @dataclass(frozen=True)
 class BackendTraits:
     """What a backend is. Callers go by this, never by its name."""

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cllm.backends.base import (
+    NO_WINDOW_OF_STATES,
     Backend,
     BackendTraits,
     Chunk,
@@ -77,8 +78,7 @@ class FakeBackend(Backend):
         carries a state of about so many blocks' bytes."""
         self.traits = replace(self.traits, layout=layout)
         if states:
-            no_window = "a layer carries a state, which has seen every token"
-            self.traits = replace(self.traits, most_drafts=0, no_window=no_window)
+            self.traits = replace(self.traits, most_drafts=0, no_window=NO_WINDOW_OF_STATES)
         local = (LayerSpec(AttentionSpec(1, 1, 2, 2, window=window)),) * (local_layers if window else 0)
         if states:
             local += (LayerSpec(None, recurrence=ShortConvSpec(_STATE_PART, states + 1)),)

@@ -123,7 +123,7 @@ class DraftsConfig(Section):
         True,
         "speculative decoding: draft tokens from the request's own text and recent answers, and verify "
         "them in one step; used only while it is faster; answers do not change (llama_cpp: within its rounding; "
-        "not on torch)",
+        "not on torch, nor where layers carry a state)",
     )
     max_tokens: int = setting(16, "maximum number of drafted tokens per answer and step", ge=1, le=64)
     max_step_tokens: int = setting(48, "maximum number of drafted tokens per step, over all answers", ge=1, le=128)

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from cllm._native import Engine, instruction_sets
 from cllm.backends.base import (
+    NO_WINDOW_OF_STATES,
     Backend,
     BackendTraits,
     Chunk,
@@ -50,7 +51,6 @@ log = logging.getLogger("cllm")
 _NO_WINDOW = (
     "some layers of this model have a sliding window of their own; use --backend llama_cpp and set kv.window.recent"
 )
-_NO_WINDOW_OF_STATES = "layers of this model carry a state, from which no token can be taken back"
 _POOLING = {"last": 1, "mean": 2, "cls": 3}
 _SCORE_COLUMNS = 90
 """What going over a row of logits to score it costs, as columns of the head's weights."""
@@ -79,7 +79,7 @@ class NativeBackend(Backend):
         if any(attention.window for attention in self.spec.attentions):
             self.traits = replace(self.traits, no_window=_NO_WINDOW)
         if self.spec.recurrent:
-            self.traits = replace(self.traits, most_drafts=0, no_window=_NO_WINDOW_OF_STATES)
+            self.traits = replace(self.traits, most_drafts=0, no_window=NO_WINDOW_OF_STATES)
         self._kv_types = kv_type_k, kv_type_v
         self._large_pages = large_pages
         self._geometry: BlockGeometry | None = None

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from cllm.backends.base import Backend, BackendTraits, Chunk, StepResult, asks_more
+from cllm.backends.base import NO_WINDOW_OF_STATES, Backend, BackendTraits, Chunk, StepResult, asks_more
 from cllm.backends.torch.batch import Bounds, HostBatch, Tables, read_chunks, spread
 from cllm.backends.torch.block_memory import BlockMemory, no_memory
 from cllm.backends.torch.device import choose_device, choose_dtype, device_name, dtype_name, unsupported_heads
@@ -82,6 +82,8 @@ class TorchBackend(Backend):
         reason = unsupported(model)
         if reason is None:
             self.spec = spec_of(model)
+            if self.spec.recurrent:
+                self.traits = replace(self.traits, no_window=NO_WINDOW_OF_STATES)
             if self.on_gpu:
                 # A state is only known to be right once the step that made it has counted. Blocks behind windows stay:
                 # graphs have one table of blocks for each row, and what is freed could not go to the host's memory.
