@@ -432,7 +432,9 @@ def test_a_range_in_the_middle_is_cut_out(backend: LlamaCppBackend) -> None:
 def test_windows_are_refused_for_keys_that_would_not_survive_them(type_k: str, type_v: str) -> None:
     with make(kv_type_k=type_k, kv_type_v=type_v) as backend:
         backend.allocate(SlotGeometry(1, 256))
-        facts = ModelFacts("m", "", 0, backend.traits, backend.spec, 256, "", bytes_per_token=1, unit_tokens=1)
+        facts = ModelFacts(
+            "m", "", 0, backend.traits, backend.spec, 256, "", bytes_per_token=1, unit_tokens=1, groups=()
+        )
         asked = WindowConfig(recent=64)
         if type_k != "q4_0":
             assert configured_window(asked, facts) is not None

@@ -24,8 +24,12 @@ LAYERS = pytest.mark.parametrize("window", [0, 40])
 class Server:
     """A scheduler whose steps are counted."""
 
-    def __init__(self, blocks: int = 4000, *, window: int = 0, max_tokens: int = 256, running: int = 32) -> None:
-        self.backend, self.kv = paged(blocks, BLOCK, window=window, ahead=max_tokens, states=CELLS)
+    def __init__(
+        self, blocks: int = 4000, *, window: int = 0, max_tokens: int = 256, running: int = 32, threshold: float = 1.0
+    ) -> None:
+        self.backend, self.kv = paged(
+            blocks, BLOCK, window=window, ahead=max_tokens, states=CELLS, eviction_threshold=threshold
+        )
         budget = StepBudget(inter_token_s=0.1, max_gap_s=0.25, prompt_only_s=0.5, max_tokens=max_tokens)
         self.scheduler = Scheduler(self.kv, budget, max_running=running)
         self.stepper = Stepper(self.backend, self.scheduler, timer=lambda: 0.0)
@@ -126,6 +130,16 @@ def test_a_prefix_that_was_never_a_place_is_one_from_the_second_sighting_on() ->
     server, shared = Server(), message(1501)[:-1]
     found = [server.ask([*shared, *message(700)], 1)[1] - 700 for _ in range(3)]
     assert found[0] == 1500 and found[1] <= 1100 and found[2] <= BLOCK
+
+
+@LAYERS
+def test_a_prompt_beyond_the_threshold_of_eviction_leaves_a_place_to_go_on_from(window: int) -> None:
+    server, prompt = Server(400, window=window, threshold=0.4), message(2500)
+    answer, _ = server.ask(prompt)
+    while server.kv.maintain(1.0):
+        server.kv.check()
+    _, computed = server.ask([*prompt, *answer, *message(40)], 1)
+    assert computed <= len(prompt) / 2
 
 
 @pytest.mark.parametrize("parts", [100, 300, 700, 1300, 1900])

@@ -262,7 +262,7 @@ class StateRig:
         rows, tables = [], []
         for (sequence, tokens, wants), cells in zip(parts, new, strict=True):
             tables += [*sequence.blocks, *sequence.local, *sequence.state, *cells]
-            local = [0, len(sequence.blocks)] if self.layout.local else []
+            local = [0, len(sequence.blocks), 0] if self.layout.local else []
             state = [len(sequence.state), len(cells)] if self.layout.states else []
             rows.append([len(tokens), sequence.computed, wants, len(sequence.blocks), 0, 0, *local, *state])
         ids = [token for part in parts for token in part[1]]

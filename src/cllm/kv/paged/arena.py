@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 from cllm.kv.events import KVEvents
 from cllm.kv.eviction import EvictionClock, EvictionPolicy, make_policy
 from cllm.kv.groups import LocalBlock
 from cllm.kv.ops import BlockBytes, BlockGeometry, BlockOps, Move
-from cllm.kv.paged.block_table import BlockAllocation, allocation_of, own_blocks
+from cllm.kv.paged.block_table import BlockAllocation, BlockNode, allocation_of, own_blocks
 from cllm.kv.paged.extents import extent_blocks
 from cllm.kv.paged.holder_ids import HolderIds
 from cllm.kv.paged.local import LocalMemory, LocalShape, LocalSnapshot, SnapshotCounts
@@ -129,12 +129,19 @@ class Arena:
 
     def evict(self, count: int) -> int:
         """Free at least `count` evictable blocks, or all, in the order of eviction. Returns how many."""
+        return self.prefixes.evict(count) if self.local is None else self._evict(count, self.local, self.local.evict)
+
+    def evict_ahead(self, count: int) -> int:
+        """As `evict`, before there is need: snapshots of running sequences stay."""
         if self.local is None:
             return self.prefixes.evict(count)
-        before, cached, snapshots = self.pool.free, self.prefixes.policy, self.local.policy
+        return self._evict(count, self.local, self.local.evict_ahead)
+
+    def _evict(self, count: int, local: LocalMemory, evict_snapshot: Callable[[], BlockNode | None]) -> int:
+        before, cached, snapshots = self.pool.free, self.prefixes.policy, local.policy
         while (missing := count - (self.pool.free - before)) > 0:
             first = cached.rank() > snapshots.rank() or not len(cached)
-            if first and (node := self.local.evict()) is not None:
+            if first and (node := evict_snapshot()) is not None:
                 self.prefixes.lost_snapshot(node)
             elif len(cached):
                 self.prefixes.evict(min(missing, len(cached.peek().value)))

@@ -24,8 +24,8 @@ from cllm.kv.paged.block_table import BlockNode
 from cllm.kv.paged.holder_ids import HolderIds
 from cllm.kv.paged.pool import BlockPool
 
-FEWEST = 3
-"""Snapshots that one sequence's path may always keep."""
+FEWEST = 6
+"""Snapshots that one sequence's path may always keep: behind a system prompt and a few of the last messages."""
 
 PASSED = 0.05
 """How likely it is that somebody goes on from a snapshot behind which there is another, and from which at most one
@@ -45,6 +45,10 @@ class SnapshotLimits(NamedTuple):
     def on_path(self, blocks: int, cells: int) -> int:
         """Snapshots of so many cells on a path of so many blocks."""
         return min(max(int(self.share * blocks) // max(1, cells), FEWEST), self.most)
+
+
+AHEAD_LOOKS = 8
+"""Snapshots to look at when one is evicted before there is need: it is tried again after the next step."""
 
 
 class LocalShape(NamedTuple):
@@ -340,6 +344,20 @@ class LocalMemory:
         """Evictable cells that a sequence which enters there would use."""
         return 0 if snapshot is None else sum(len(block.cells) for block in snapshot.blocks if block.users == 0)
 
+    def evict_ahead(self) -> BlockNode | None:
+        """As `evict`, before there is need: what running sequences may go back to and leave to others stays, and so
+        does the place before the last of a path, which goes with the blocks behind that. None: there is nothing else,
+        as far as a short look finds."""
+        for _ in range(min(AHEAD_LOOKS, len(self.policy))):
+            snapshot = self.policy.peek()
+            unused = any(block.users == 0 and block.kept == 1 for block in snapshot.blocks)
+            if unused and not snapshot.node.references and not _stands_before_last(snapshot):
+                node = snapshot.node
+                self.drop(snapshot)
+                return node
+            self.touch(snapshot)
+        return None
+
     def evict(self) -> BlockNode | None:
         """Drop the next snapshot, if possible one whose blocks nobody else keeps or uses; returns the node that had it.
         None: there is none with blocks that are only kept."""
@@ -379,6 +397,14 @@ class LocalMemory:
 
 def unpinned_cells(snapshot: LocalSnapshot) -> int:
     return sum(len(block.cells) for block in snapshot.blocks if not block.pins)
+
+
+def _stands_before_last(snapshot: LocalSnapshot) -> bool:
+    """Whether the next snapshot behind it is the last one there."""
+    node, end = snapshot.node, snapshot.end
+    behind = [mark for mark in node.marks.values() if mark.end > end]
+    behind = behind or [mark for child in node.children.values() for mark in child.marks.values()]
+    return bool(behind) and not min(behind, key=lambda mark: mark.end).passed
 
 
 def on_path(node: BlockNode) -> Iterator[tuple[int, LocalSnapshot]]:

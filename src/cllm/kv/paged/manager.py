@@ -239,11 +239,9 @@ class PagedKVManager(KVManager):
         if self.tiers:
             offloading = self.offload.work(budget_s)
             left_s = max(0.0, budget_s - (self._clock() - started))
-        excess = self.room.excess
-        if excess > 0:
-            self.room.evict(min(excess, EVICT_AT_ONCE))
+        more = self.room.evict_ahead(EVICT_AT_ONCE)
         self.room.limit_sequences()
-        if excess > EVICT_AT_ONCE:
+        if more:
             return True
         more = self.upkeep.work(left_s)
         if left_s > 0:

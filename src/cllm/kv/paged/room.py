@@ -83,13 +83,19 @@ class Room:
         """Free at least `count` evictable blocks, or all, in the order of eviction."""
         self._evict(count, self._arena.evict)
 
-    def _evict(self, count: int, evict: Callable[[int], int]) -> None:
+    def evict_ahead(self, most: int) -> bool:
+        """Evict up to `most` of the excess. Whether there is more to do."""
+        excess = self.excess
+        return excess > 0 and self._evict(min(excess, most), self._arena.evict_ahead) > 0 and excess > most
+
+    def _evict(self, count: int, evict: Callable[[int], int]) -> int:
         self._offload.before_eviction(count)
         started = self._clock()
         freed = evict(count)
         self.evictions += freed
         if freed:
             self._told(freed, self._clock() - started)
+        return freed
 
     def limit_sequences(self) -> None:
         """Evict the oldest until there are no more sequences than there may be: a sequence came, or left a prefix."""
