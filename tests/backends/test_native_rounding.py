@@ -9,11 +9,12 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from architecture_kit import TINY, write_tiny
-from cllm.backends.native.loader import unsupported
+from cllm.backends.native.loader import load_engine, unsupported
 from cllm.models.gguf import GGUFModel
+from cllm.models.gguf_decoder import decoder_spec
 from cllm_bench.quality.llama import LlamaReference
 from plain_model import Floats, PlainModel
-from step_kit import Rig
+from recurrence_kit import StateRig
 from thorough import slow
 
 pytestmark = slow
@@ -32,8 +33,8 @@ def test_as_near_as_llama_cpp(name: str, kind: str, tmp_path: Path) -> None:
         pytest.skip(reason)
     tokens = np.random.default_rng(1).integers(0, 97, LENGTH).tolist()
     exact = PlainModel(model).logits(tokens)
-    rig = Rig(path, threads=1)
-    ours = distance(rig.all_logits(tokens, rig.table(LENGTH), together=33), exact)
+    rig = StateRig(decoder_spec(model), load_engine(model, threads=1))
+    ours = distance(rig.run(tokens, cuts=(33, 66)), exact)
     with LlamaReference(path, context=256, threads=1) as llama:
         theirs = distance(llama.logits(tokens), exact)
     print(f"{name}, {kind}: native {ours:.5f}, llama.cpp {theirs:.5f}")

@@ -58,7 +58,7 @@ class KvBytes(LocalWorkload):
         return f"kv-bytes: one text of {self.tokens:,} tokens; on a server, {self.checked_tokens:,}"
 
     def quick(self) -> KvBytes:
-        return replace(self, tokens=8000, checked_tokens=400, answer_tokens=400)
+        return replace(self, tokens=8000, checked_tokens=400, answer_tokens=4000)
 
     async def one_repeat(self, setup: Setup, repeat: int) -> list[Run]:
         spec = decoder_spec(GGUFModel.open(setup.model_file))
